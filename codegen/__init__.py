@@ -2,5 +2,6 @@
 
 if __name__ != "moe_compiler.codegen":
     raise ImportError(
-        "this folder is the package 'moe_compiler.codegen'; install the project (pip install -e .) and import that name"
+        "this folder is the package 'moe_compiler.codegen'; "
+        "install the project (pip install -e .) and import that name"
     )

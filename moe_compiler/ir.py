@@ -1,6 +1,7 @@
 """The data that the stages exchange: frozen, hashable, printable, picklable.
 
-Letters, the same everywhere: T tokens, H hidden, I expert intermediate, E experts, K experts per token (top-k).
+Letters, the same everywhere: T tokens, H hidden, I expert intermediate, E experts, K experts per
+token (top-k).
 
 ```
 RouterSpec   logits [T, E] -> ids [T, K], weights [T, K]
@@ -28,8 +29,11 @@ PLAN_VERSION = 1
 class Name(str, enum.Enum):
     """A string from a closed set (`enum.StrEnum`, which Python 3.10 lacks)."""
 
-    __str__ = str.__str__
-    __format__ = str.__format__
+    def __str__(self) -> str:
+        return str.__str__(self)
+
+    def __format__(self, format_spec: str) -> str:
+        return str.__format__(self, format_spec)
 
 
 class Score(Name):
@@ -63,14 +67,15 @@ class GroupScore(Name):
 class RouterSpec:
     """From logits [T, E] to ids [T, K] int64 and weights [T, K].
 
-    Order of the steps: score, add `selection bias` [E] (selection only), group limit, top-k, gather the unbiased
-    scores, normalise, scale.
+    Order of the steps: score, add `selection bias` [E] (selection only), group limit, top-k, gather the
+    unbiased scores, normalise, scale.
 
     Attributes:
         score: the score function.
         top_k: K.
         num_experts: E; 0 when `score` is EXTERNAL and the graph does not say.
-        has_bias: a bias [E] is added for the selection only (DeepSeek-V3's `e_score_correction_bias`).
+        has_bias: a bias [E] is added for the selection only (DeepSeek-V3's
+            `e_score_correction_bias`).
         num_groups: experts are split into this many groups; 1 means no group limit.
         top_k_groups: how many groups stay eligible.
         group_score: how a group is scored.
@@ -80,7 +85,8 @@ class RouterSpec:
         eps_clamps: `eps` bounds the sum from below instead of being added.
         scale: the weights are multiplied by this last.
         jitter_eps: the sparsemixer's threshold; 0.0 elsewhere.
-        score_dtype: dtype in which scores are computed ("fp32"), "" when they stay in the dtype of the logits.
+        score_dtype: dtype in which scores are computed ("fp32"), "" when they stay in the dtype of
+            the logits.
     """
 
     score: Score
@@ -103,7 +109,7 @@ class RouterSpec:
         """Short name for people: `softmax>top8>sum`, `sigmoid+bias>groups 4/8>top8>sum*2.5`."""
         if self.score is Score.EXTERNAL:
             return "external"
-        name = self.score.value + ("+bias" if self.has_bias else "")
+        name = str(self.score) + ("+bias" if self.has_bias else "")
         if self.num_groups > 1:
             name += f">groups {self.top_k_groups}/{self.num_groups}"
         name += f">top{self.top_k}"
@@ -132,7 +138,7 @@ class GateLayout(Name):
 
 
 class Orientation(Name):
-    """Which axis of an expert matrix is contiguous in the graph's terms (never read from shapes)."""
+    """Which axis of an expert matrix is contiguous in the graph's terms (never from shapes)."""
 
     OUT_IN = "out_in"  # [.., out, in]: y = x @ W.T, the nn.Linear way (K-major)
     IN_OUT = "in_out"  # [.., in, out]: y = x @ W (MN-major)
@@ -154,8 +160,8 @@ class ActivationKind(Name):
 class ActivationSpec:
     """a = f(gate) * (up + up_shift), with clamps before; without a gate a = f(z).
 
-    `alpha` is the slope inside SiLU: z * sigmoid(alpha * z) (gpt-oss: 1.702). A limit of +-inf means no clamp;
-    gpt-oss has gate_max = 7, up_min = -7, up_max = 7, up_shift = 1.
+    `alpha` is the slope inside SiLU: z * sigmoid(alpha * z) (gpt-oss: 1.702). A limit of +-inf means no
+    clamp; gpt-oss has gate_max = 7, up_min = -7, up_max = 7, up_shift = 1.
     """
 
     kind: ActivationKind
@@ -184,8 +190,8 @@ class ExpertSpec:
     """The experts of one block.
 
     Tensors, in this order in `tensor_roles`:
-    stacked storage: `w13` [E, 2I, H] (or `w1`, `w3` [E, I, H] when SEPARATE; `w1` alone when not gated),
-    then `b13` [E, 2I] (or `b1`, `b3`), `w2` [E, H, I], `b2` [E, H].
+    stacked storage: `w13` [E, 2I, H] (or `w1`, `w3` [E, I, H] when SEPARATE; `w1` alone when not
+    gated), then `b13` [E, 2I] (or `b1`, `b3`), `w2` [E, H, I], `b2` [E, H].
     list storage: the same roles, each with E 2-d tensors in expert order.
     The last two axes are swapped where the orientation is IN_OUT.
 
@@ -222,6 +228,8 @@ class ExpertSpec:
     @property
     def tensor_roles(self) -> tuple[str, ...]:
         """The roles of the expert tensors, in the order in which the op takes them."""
+        up: tuple[str, ...]
+        up_bias: tuple[str, ...]
         if self.gate_layout is GateLayout.SEPARATE:
             up, up_bias = ("w1", "w3"), ("b1", "b3")
         elif self.gated:
@@ -262,7 +270,8 @@ class MoEPlan:
         router: EXTERNAL when ids and weights are inputs of the op.
         experts: the experts.
         out_dtype: dtype of the result, "bf16" | "fp16" | "fp32" | "fp64"; "" means that of x.
-        batch_invariant: a token's result may not depend on which other tokens are in the batch, bit for bit.
+        batch_invariant: a token's result may not depend on which other tokens are in the batch, bit
+            for bit.
     """
 
     router: RouterSpec
@@ -272,9 +281,12 @@ class MoEPlan:
 
     @property
     def key(self) -> str:
-        """Canonical text of this plan; `MoEPlan.from_key` reads it back. It travels in the graph as an argument."""
+        """Canonical text of this plan, an argument of the op; `MoEPlan.from_key` reads it back."""
         return json.dumps(
-            {"v": PLAN_VERSION, **_pack(self)}, sort_keys=True, separators=(",", ":"), allow_nan=False
+            {"v": PLAN_VERSION, **_pack(self)},
+            sort_keys=True,
+            separators=(",", ":"),
+            allow_nan=False,
         )
 
     @staticmethod
@@ -289,14 +301,16 @@ class MoEPlan:
             version = fields.pop("v")
             if version != PLAN_VERSION:
                 raise PlanError(
-                    f"this moeflex reads plan version {PLAN_VERSION}, the graph holds version {version}; "
-                    "compile the model again"
+                    f"this moeflex reads plan version {PLAN_VERSION}, the graph holds version "
+                    f"{version}; compile the model again"
                 )
             plan = _unpack(MoEPlan, fields)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, PlanError):
                 raise
-            raise PlanError(f"not a moeflex plan: {key[:120]!r} ({error}); compile the model again") from error
+            raise PlanError(
+                f"not a moeflex plan: {key[:120]!r} ({error}); compile the model again"
+            ) from error
         assert isinstance(plan, MoEPlan)
         return plan
 
@@ -327,7 +341,8 @@ class MoERegion:
     """One proven MoE block of a graph.
 
     Attributes:
-        name: qualified name of the module it came from, e.g. `model.layers.3.mlp`; "" when the graph has no names.
+        name: qualified name of the module it came from, e.g. `model.layers.3.mlp`; "" when
+            the graph has no names.
         module_class: class name of that module, for reports only.
         router: the proven router; EXTERNAL when only ids and weights could be proven.
         router_note: why `router` is EXTERNAL, or "".
@@ -335,9 +350,11 @@ class MoERegion:
         num_tokens: T where static, 0 where dynamic.
         dense_weights: the graph holds weights as [T, E], zero where not routed.
         x_dtype, weight_dtype, out_dtype: "bf16" | "fp16" | "fp32" | "fp64".
-        escaping: what of the router is used outside of the region: subset of ("logits", "scores", "ids", "weights").
+        escaping: what of the router is used outside of the region: subset of ("logits",
+            "scores", "ids", "weights").
         form: how the graph spelled the experts: "grouped" | "gathered" | "loop" | "dense".
-        shared_expert: "" | "plain" | "gated": a dense expert beside the region, added to its result.
+        shared_expert: "" | "plain" | "gated": a dense expert beside the region, added to
+            its result.
         shared_intermediate: its intermediate size, or 0.
         proof: how it was proven.
     """

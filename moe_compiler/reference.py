@@ -1,7 +1,7 @@
 """The slow, obvious meaning of a plan, in plain torch and differentiable.
 
-Everything fast is compared with this file; `passes` proves regions against it. It computes in the dtype of its
-inputs, so a caller who wants a precise answer upcasts first.
+Everything fast is compared with this file; `passes` proves regions against it. It computes in the
+dtype of its inputs, so a caller who wants a precise answer upcasts first.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def route(spec: RouterSpec, logits: Tensor, bias: Tensor | None = None) -> tuple
         bias: [E], when `spec.has_bias`.
 
     Returns:
-        ids [T, K] int64 and weights [T, K] in the score dtype. Ties are broken as `torch.topk` breaks them.
+        ids [T, K] int64 and weights [T, K] in the score dtype. Ties are broken as `torch.topk`
+        breaks them.
 
     Raises:
         PlanError: the spec is EXTERNAL, or the bias is missing.
@@ -97,7 +98,7 @@ def _limit_groups(spec: RouterSpec, choice: Tensor) -> Tensor:
 
 
 def _sparsemixer(spec: RouterSpec, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Top-K by repeated masked softmax. Source: Phi-3.5-MoE's router at inference (SparseMixer-v2)."""
+    """Top-K by repeated masked softmax. Source: Phi-3.5-MoE's router at inference."""
     ids, weights = [], []
     remaining = logits
     for _ in range(spec.top_k):
@@ -138,12 +139,16 @@ def activate(spec: ActivationSpec, gate: Tensor, up: Tensor | None) -> Tensor:
 def expert_tensors(spec: ExpertSpec, tensors: Sequence[Tensor], expert: int) -> dict[str, Tensor]:
     """The tensors of one expert by role, without the E axis."""
     if spec.stacked:
-        return {role: tensor[expert] for role, tensor in zip(spec.tensor_roles, tensors, strict=True)}
+        return {
+            role: tensor[expert] for role, tensor in zip(spec.tensor_roles, tensors, strict=True)
+        }
     count = spec.num_experts
     return {role: tensors[i * count + expert] for i, role in enumerate(spec.tensor_roles)}
 
 
-def run_expert(spec: ExpertSpec, x: Tensor, weight: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+def run_expert(
+    spec: ExpertSpec, x: Tensor, weight: Tensor, tensors: Mapping[str, Tensor]
+) -> Tensor:
     """One expert on its rows: x [n, H], weight [n, 1] -> [n, H], the combine weight applied."""
     if spec.weight_position is WeightPosition.INPUT:
         x = x * weight
@@ -190,8 +195,8 @@ def moe_layer(
     Args:
         plan: the plan.
         x: [..., H].
-        router: `[ids, weights]` when the router is EXTERNAL, otherwise `[logits]` or `[logits, bias]`;
-            leading axes are flattened to T.
+        router: `[ids, weights]` when the router is EXTERNAL, otherwise `[logits]` or
+            `[logits, bias]`; leading axes are flattened to T.
         experts: as `ExpertSpec.tensor_roles` says.
 
     Returns:
@@ -213,9 +218,7 @@ def moe_layer(
         token, slot = torch.where(ids == expert)
         if token.numel() == 0:
             continue
-        tensors = {
-            role: t.to(compute) for role, t in expert_tensors(spec, experts, expert).items()
-        }
+        tensors = {role: t.to(compute) for role, t in expert_tensors(spec, experts, expert).items()}
         weight = weights[token, slot].unsqueeze(-1).to(wide)
         if spec.weight_position is not WeightPosition.OUTPUT:
             weight = weight.to(compute)
