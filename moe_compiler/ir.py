@@ -67,8 +67,8 @@ class GroupScore(Name):
 class RouterSpec:
     """From logits [T, E] to ids [T, K] int64 and weights [T, K].
 
-    Order of the steps: score, add `selection bias` [E] (selection only), group limit, top-k, gather the
-    unbiased scores, normalise, scale.
+    Order of the steps: score, add `selection bias` [E] (selection only), group limit, top-k, gather
+    the unbiased scores, normalise, scale.
 
     Attributes:
         score: the score function.
@@ -160,8 +160,8 @@ class ActivationKind(Name):
 class ActivationSpec:
     """a = f(gate) * (up + up_shift), with clamps before; without a gate a = f(z).
 
-    `alpha` is the slope inside SiLU: z * sigmoid(alpha * z) (gpt-oss: 1.702). A limit of +-inf means no
-    clamp; gpt-oss has gate_max = 7, up_min = -7, up_max = 7, up_shift = 1.
+    `alpha` is the slope inside SiLU: z * sigmoid(alpha * z) (gpt-oss: 1.702). A limit of +-inf
+    means no clamp; gpt-oss has gate_max = 7, up_min = -7, up_max = 7, up_shift = 1.
     """
 
     kind: ActivationKind
