@@ -1,0 +1,63 @@
+"""Every tolerance of the test suite, in one file.
+
+A promise of identity is tested with `torch.equal`. Everything else is compared with what the same
+dtype does in eager mode, never with a number of its own: see `assert_close_to_fp32`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# What is allowed beyond twice eager's own error, relative to the largest value of the reference:
+# one unit in the last place of the half types; sums of some thousand terms in another order for
+# the wide ones.
+EPS = {
+    torch.float64: 1e-12,
+    torch.float32: 2e-6,
+    torch.float16: 1e-3,
+    torch.bfloat16: 8e-3,
+}
+
+
+def relative_error(value: Tensor, reference: Tensor) -> float:
+    """Largest absolute difference over the largest absolute value of the reference, in fp64.
+
+    0.0 for empty tensors. Places where the reference is not finite do not count;
+    `assert_same_kind` compares those.
+    """
+    if reference.numel() == 0:
+        return 0.0
+    value, reference = value.detach().double(), reference.detach().double()
+    finite = reference.isfinite()
+    zero = torch.zeros((), dtype=torch.float64)
+    difference = torch.where(finite, value - reference, zero).abs().max().item()
+    scale = torch.where(finite, reference, zero).abs().max().item()
+    return difference / max(scale, torch.finfo(torch.float32).tiny)
+
+
+def assert_same_kind(ours: Tensor, eager: Tensor) -> None:
+    """Same shape, dtype, device and the same non-finite places."""
+    assert ours.shape == eager.shape, f"shape {tuple(ours.shape)}, eager has {tuple(eager.shape)}"
+    assert ours.dtype == eager.dtype, f"dtype {ours.dtype}, eager has {eager.dtype}"
+    assert ours.device == eager.device, f"device {ours.device}, eager has {eager.device}"
+    assert torch.equal(ours.isfinite(), eager.isfinite()), "inf or nan in other places than eager"
+
+
+def assert_close_to_fp32(ours: Tensor, same_dtype_eager: Tensor, fp32_reference: Tensor) -> None:
+    """Our error may be twice the error that eager makes in the same dtype, and no more.
+
+    Args:
+        ours: the result under test.
+        same_dtype_eager: the plain model's result in the dtype of `ours`.
+        fp32_reference: the plain model's result in fp32 or wider, on the same (rounded) inputs.
+    """
+    assert_same_kind(ours, same_dtype_eager)
+    error = relative_error(ours, fp32_reference)
+    allowed = 2 * relative_error(same_dtype_eager, fp32_reference) + EPS[ours.dtype]
+    assert error <= allowed, f"relative error {error:.3g}, allowed {allowed:.3g} (twice eager's own)"
+
+
+def assert_close_to_eager(ours: Tensor, eager: Tensor) -> None:
+    """For results whose eager form is already fp32 or wider, or where no wider form exists."""
+    assert_close_to_fp32(ours, eager, eager)
