@@ -55,7 +55,9 @@ def assert_close_to_fp32(ours: Tensor, same_dtype_eager: Tensor, fp32_reference:
     assert_same_kind(ours, same_dtype_eager)
     error = relative_error(ours, fp32_reference)
     allowed = 2 * relative_error(same_dtype_eager, fp32_reference) + EPS[ours.dtype]
-    assert error <= allowed, f"relative error {error:.3g}, allowed {allowed:.3g} (twice eager's own)"
+    assert error <= allowed, (
+        f"relative error {error:.3g}, allowed {allowed:.3g} (twice eager's own)"
+    )
 
 
 def assert_close_to_eager(ours: Tensor, eager: Tensor) -> None:
