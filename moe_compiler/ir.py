@@ -54,6 +54,7 @@ class Normalize(Name):
     SUM = "sum"  # w / (w.sum(-1) + eps), or / clamp(sum, eps) when `eps_clamps`
     SOFTMAX = "softmax"
     SIGMOID = "sigmoid"
+    SIGMOID_SUM = "sigmoid_sum"  # sigmoid of the selected scores, then as SUM (Cohere 2, Kolibri)
 
 
 class GroupScore(Name):
@@ -81,7 +82,8 @@ class RouterSpec:
         group_score: how a group is scored.
         group_fill: what the scores of a group that lost become before the top-k (0.0 or -inf).
         normalize: what happens to the selected scores.
-        eps: added to the sum (or its lower bound, see `eps_clamps`) when `normalize` is SUM.
+        eps: added to the sum (or its lower bound, see `eps_clamps`) when `normalize` is SUM or
+            SIGMOID_SUM.
         eps_clamps: `eps` bounds the sum from below instead of being added.
         scale: the weights are multiplied by this last.
         jitter_eps: the sparsemixer's threshold; 0.0 elsewhere.

@@ -59,23 +59,13 @@ def route(spec: RouterSpec, logits: Tensor, bias: Tensor | None = None) -> tuple
         logits = logits.to(DTYPES[spec.score_dtype])
     if spec.score is Score.SPARSEMIXER:
         return _sparsemixer(spec, logits)
-    scores = _score(spec.score, logits)
-    choice = scores if bias is None else scores + bias
-    if spec.num_groups > 1:
-        choice = _limit_groups(spec, choice)
-    ids = choice.topk(spec.top_k, dim=-1).indices
-    weights = scores.gather(-1, ids)
-    if spec.normalize is Normalize.SUM:
-        total = weights.sum(-1, keepdim=True)
-        weights = weights / (total.clamp(min=spec.eps) if spec.eps_clamps else total + spec.eps)
-    elif spec.normalize is Normalize.SOFTMAX:
-        weights = weights.softmax(-1)
-    elif spec.normalize is Normalize.SIGMOID:
-        weights = weights.sigmoid()
-    return ids, weights if spec.scale == 1.0 else weights * spec.scale
+    scores = score_logits(spec.score, logits)
+    ids = selection_scores(spec, scores, bias).topk(spec.top_k, dim=-1).indices
+    return ids, combine_weights(spec, scores, ids)
 
 
-def _score(score: Score, logits: Tensor) -> Tensor:
+def score_logits(score: Score, logits: Tensor) -> Tensor:
+    """Scores [T, E] of logits [T, E]; not for SPARSEMIXER."""
     if score is Score.SOFTMAX:
         return logits.softmax(-1)
     if score is Score.SIGMOID:
@@ -85,9 +75,28 @@ def _score(score: Score, logits: Tensor) -> Tensor:
     return logits
 
 
+def selection_scores(spec: RouterSpec, scores: Tensor, bias: Tensor | None = None) -> Tensor:
+    """What the top-k looks at [T, E]: scores [T, E] plus the bias [E], after the group limit."""
+    choice = scores if bias is None else scores + bias
+    return _limit_groups(spec, choice) if spec.num_groups > 1 else choice
+
+
+def combine_weights(spec: RouterSpec, scores: Tensor, ids: Tensor) -> Tensor:
+    """Combine weights [T, K] of the experts ids [T, K], from the unbiased scores [T, E]."""
+    weights = scores.gather(-1, ids)
+    if spec.normalize is Normalize.SOFTMAX:
+        weights = weights.softmax(-1)
+    elif spec.normalize in (Normalize.SIGMOID, Normalize.SIGMOID_SUM):
+        weights = weights.sigmoid()
+    if spec.normalize in (Normalize.SUM, Normalize.SIGMOID_SUM):
+        total = weights.sum(-1, keepdim=True)
+        weights = weights / (total.clamp(min=spec.eps) if spec.eps_clamps else total + spec.eps)
+    return weights if spec.scale == 1.0 else weights * spec.scale
+
+
 def _limit_groups(spec: RouterSpec, choice: Tensor) -> Tensor:
     num_tokens, num_experts = choice.shape
-    grouped = choice.view(num_tokens, spec.num_groups, num_experts // spec.num_groups)
+    grouped = choice.reshape(num_tokens, spec.num_groups, num_experts // spec.num_groups)
     if spec.group_score is GroupScore.MAX:
         group_scores = grouped.amax(-1)
     else:
