@@ -1,0 +1,169 @@
+"""What a user may write into `torch.compile(..., options={...})`, checked and frozen.
+
+Our own names are the fields of `Options`; every other name must be a key of Inductor's configuration and is passed on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from moe_compiler.errors import OptionError
+from moe_compiler.settings import Settings
+
+ABSORB_ROUTER = ("auto", "never")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The options of one compilation.
+
+    Attributes:
+        strict: raise where a candidate block would be left to Inductor, or a build fails.
+        batch_invariant: a token's result may not depend on which other tokens are in the batch, bit for bit.
+        absorb_router: "auto" computes the router inside the op where it was proven, "never" leaves it in the graph.
+        dump_dir: one folder per compiled graph is written there; "" for none.
+        disable: stages that are skipped, in the order of the stages.
+        mode: Inductor's mode, "" for its default. torch.compile refuses `mode=` beside `options=`; this one it takes.
+        inductor: keys of Inductor's configuration with their values, sorted by key.
+    """
+
+    strict: bool = False
+    batch_invariant: bool = False
+    absorb_router: str = "auto"
+    dump_dir: str = ""
+    disable: tuple[str, ...] = ()
+    mode: str = ""
+    inductor: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def cache_tag(self) -> str:
+        """The part of these options that a cached graph depends on, as text."""
+        return f"batch_invariant={self.batch_invariant};absorb={self.absorb_router};disable={self.disable}"
+
+
+OPTION_NAMES: tuple[str, ...] = tuple(
+    field.name for field in dataclasses.fields(Options) if field.name != "inductor"
+)
+
+
+def resolve(
+    options: Mapping[str, Any] | None,
+    mode: str | None,
+    settings: Settings,
+    stages: Sequence[str],
+) -> Options:
+    """Check options and mode, and fill what they leave open from the environment switches.
+
+    Args:
+        options: what the user gave; our names and Inductor's.
+        mode: what the user gave as `mode=`.
+        settings: the environment switches.
+        stages: the names of the stages.
+
+    Raises:
+        OptionError: an unknown name (with its near misses), or a value of the wrong type or outside of its choices.
+    """
+    given = dict(options or {})
+    if mode and given.get("mode", mode) != mode:
+        raise OptionError(f"mode={mode!r} and options['mode']={given['mode']!r} differ; give one")
+    own = {name: given.pop(name) for name in OPTION_NAMES if name in given}
+    return Options(
+        strict=_flag(own, "strict", settings.strict),
+        batch_invariant=_flag(own, "batch_invariant", False),
+        absorb_router=_choice(own, "absorb_router", ABSORB_ROUTER),
+        dump_dir=_text(own, "dump_dir", settings.dump_dir),
+        disable=_stages(own.get("disable"), settings.disable, stages),
+        mode=_mode(mode or own.get("mode")),
+        inductor=_inductor(given),
+    )
+
+
+def _flag(own: Mapping[str, Any], name: str, default: bool) -> bool:
+    value = own.get(name, default)
+    if not isinstance(value, bool):
+        raise OptionError(f"option {name!r} takes True or False; got {value!r}")
+    return value
+
+
+def _text(own: Mapping[str, Any], name: str, default: str) -> str:
+    value = own.get(name, default)
+    if not (isinstance(value, str) or hasattr(value, "__fspath__")):
+        raise OptionError(f"option {name!r} takes a path; got {value!r}")
+    return str(value)
+
+
+def _choice(own: Mapping[str, Any], name: str, choices: tuple[str, ...]) -> str:
+    value = own.get(name, choices[0])
+    if value not in choices:
+        raise OptionError(f"option {name!r} takes one of {', '.join(choices)}; got {value!r}")
+    return str(value)
+
+
+def _stages(given: Any, default: tuple[str, ...], stages: Sequence[str]) -> tuple[str, ...]:
+    source = "MOEFLEX_DISABLE" if given is None else "option 'disable'"
+    names = default if given is None else given
+    if isinstance(names, str):
+        names = [part.strip() for part in names.split(",") if part.strip()]
+    if not isinstance(names, (tuple, list)) or not all(isinstance(n, str) for n in names):
+        raise OptionError(f"{source} takes a tuple of names of stages; got {names!r}")
+    if "all" in names:
+        return tuple(name for name in stages if name != "inductor")
+    for name in names:
+        if name not in stages:
+            raise OptionError(
+                f"{source} takes names of stages ({', '.join(stages)}) or 'all'; got {name!r}"
+            )
+    return tuple(name for name in stages if name in names)
+
+
+def _mode(mode: Any) -> str:
+    if not mode or mode == "default":
+        return ""
+    from torch._inductor import list_mode_options
+
+    modes = list_mode_options()
+    if mode not in modes:
+        raise OptionError(f"mode takes one of {', '.join(sorted(modes))}; got {mode!r}")
+    return str(mode)
+
+
+def _inductor(given: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    if not given:
+        return ()
+    from torch._inductor import config
+
+    known = config.get_config_copy()
+    patches = {}
+    for name, value in given.items():
+        key = name.replace("-", "_") if isinstance(name, str) else name
+        if key not in known:
+            raise OptionError(_unknown(name, known))
+        default = known[key]
+        if isinstance(default, bool) and not isinstance(value, bool):
+            raise OptionError(f"Inductor's option {key!r} takes True or False; got {value!r}")
+        patches[key] = value
+    return tuple(sorted(patches.items()))
+
+
+def _unknown(name: Any, known: Mapping[str, Any]) -> str:
+    near = difflib.get_close_matches(str(name), OPTION_NAMES, n=2, cutoff=0.55)
+    near += difflib.get_close_matches(str(name), list(known), n=3, cutoff=0.6)
+    hint = f"did you mean {', '.join(map(repr, near))}? " if near else ""
+    return (
+        f"unknown option {name!r}: {hint}moeflex takes {', '.join(OPTION_NAMES)}, "
+        "and every key of torch._inductor.config"
+    )
+
+
+def inductor_patches(options: Options) -> dict[str, Any]:
+    """The patches of Inductor's configuration that mode and options ask for; the options win."""
+    patches: dict[str, Any] = {}
+    if options.mode:
+        from torch._inductor import list_mode_options
+
+        patches.update(list_mode_options(options.mode))
+    patches.update(options.inductor)
+    return patches
