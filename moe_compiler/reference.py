@@ -214,11 +214,12 @@ def moe_layer(
     """
     spec = plan.experts
     rows = x.reshape(-1, spec.hidden)
+    # The last axis is named, not inferred: with no tokens it could not be.
+    first = router[0].reshape(rows.shape[0], router[0].shape[-1])
     if plan.router.score is Score.EXTERNAL:
-        ids, weights = router[0].reshape(rows.shape[0], -1), router[1].reshape(rows.shape[0], -1)
+        ids, weights = first, router[1].reshape(rows.shape[0], router[1].shape[-1])
     else:
-        logits = router[0].reshape(rows.shape[0], -1)
-        ids, weights = route(plan.router, logits, router[1] if plan.router.has_bias else None)
+        ids, weights = route(plan.router, first, router[1] if plan.router.has_bias else None)
     ids = ids.long()
     compute = torch.promote_types(rows.dtype, experts[0].dtype)
     wide = torch.promote_types(compute, torch.float32)
