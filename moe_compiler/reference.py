@@ -94,16 +94,20 @@ def combine_weights(spec: RouterSpec, scores: Tensor, ids: Tensor) -> Tensor:
     return weights if spec.scale == 1.0 else weights * spec.scale
 
 
-def _limit_groups(spec: RouterSpec, choice: Tensor) -> Tensor:
-    num_tokens, num_experts = choice.shape
-    grouped = choice.reshape(num_tokens, spec.num_groups, num_experts // spec.num_groups)
+def group_scores(spec: RouterSpec, choice: Tensor) -> Tensor:
+    """Score of every group [T, num_groups], from what the top-k would look at without groups [T, E]."""
+    grouped = choice.reshape(choice.shape[0], spec.num_groups, -1)
     if spec.group_score is GroupScore.MAX:
-        group_scores = grouped.amax(-1)
-    else:
-        group_scores = grouped.topk(2, dim=-1).values.sum(-1)
-    kept = group_scores.topk(spec.top_k_groups, dim=-1, sorted=False).indices
-    keep = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(1, kept, True)
-    return grouped.masked_fill(~keep.unsqueeze(-1), spec.group_fill).view(num_tokens, num_experts)
+        return grouped.amax(-1)
+    return grouped.topk(2, dim=-1).values.sum(-1)
+
+
+def _limit_groups(spec: RouterSpec, choice: Tensor) -> Tensor:
+    of_groups = group_scores(spec, choice)
+    kept = of_groups.topk(spec.top_k_groups, dim=-1, sorted=False).indices
+    keep = torch.zeros_like(of_groups, dtype=torch.bool).scatter_(1, kept, True)
+    grouped = choice.reshape(choice.shape[0], spec.num_groups, -1)
+    return grouped.masked_fill(~keep.unsqueeze(-1), spec.group_fill).reshape(choice.shape)
 
 
 def _sparsemixer(spec: RouterSpec, logits: Tensor) -> tuple[Tensor, Tensor]:
