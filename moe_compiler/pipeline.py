@@ -1,0 +1,360 @@
+"""The stages that a graph passes, in order, and what each one may do to it.
+
+A stage that fails never breaks the user's model: its traceback is logged and the graph goes to Inductor as it came.
+Under `strict` the error is raised instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from moe_compiler import report as report_module
+from moe_compiler.errors import BuildError, NoMatchError
+from moe_compiler.ir import MoERegion, NoMatch
+from moe_compiler.options import Options, inductor_patches
+from moe_compiler.placement import PLAIN, Builds, Placement, device_type_of, place
+from moe_compiler.report import GraphReport, clear, last_report, reports
+
+__all__ = ["STAGES", "GraphReport", "analyse", "clear", "last_report", "reports", "run"]
+
+log = logging.getLogger(__name__)
+
+# The one list of the stages; dumps, logs, reports and MOEFLEX_DISABLE use these names.
+STAGES: tuple[str, ...] = (
+    "match",  # find MoE blocks and prove them
+    "plan",  # choose the target of each block
+    "build",  # start the compilers that the targets need, in the background
+    "replace",  # put moeflex::moe_layer into the graph
+    "inductor",  # compile the rest; then wait for the builds
+)
+
+# A graph without one of these can hold no MoE block, so that nothing of the passes is even imported for it: routing
+# selects (first row), and experts given their routes from outside contract, gather or scatter (second row).
+_ROUTING = frozenset(("topk", "max", "argmax", "sort", "argsort", "kthvalue", "one_hot"))
+_EXPERTS = frozenset(
+    ("grouped_mm", "_grouped_mm", "bmm", "baddbmm", "einsum", "index_add", "index_add_", "scatter_add", "scatter_add_")
+)
+
+
+def run(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
+    """Compile a graph from dynamo.
+
+    Args:
+        gm: the graph; owned and edited by this call.
+        example_inputs: its inputs as dynamo hands them to a backend.
+        options: what the user asked for.
+
+    Returns:
+        The compiled callable.
+
+    Raises:
+        NoMatchError: under `strict`, when a candidate was left alone.
+        BuildError: under `strict`, when a build failed.
+    """
+    work = _Work(gm, example_inputs, options)
+    work.match()
+    work.plan()
+    work.build()
+    work.replace()
+    return work.inductor()
+
+
+def analyse(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> GraphReport:
+    """Find and prove the MoE blocks of a graph and choose their targets, without editing or compiling it."""
+    work = _Work(gm, example_inputs, options)
+    work.match()
+    work.plan()
+    return work.report()
+
+
+class _Work:
+    """One graph on its way through the stages."""
+
+    def __init__(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
+    ) -> None:
+        self.gm = gm
+        self.example_inputs = example_inputs
+        self.options = options
+        self.num_nodes = len(gm.graph.nodes)
+        self.matches: list[Any] = []
+        self.placements: list[Placement] = []
+        self.refused: list[NoMatch] = []
+        self.notes: list[str] = []
+        self.stage_seconds: dict[str, float] = {}
+        self.original: fx.Graph | None = None
+        self.builds: Builds | None = None
+        self.folder = report_module.new_dump_folder(options.dump_dir)
+        report_module.show_graph(gm, "before", self.folder)
+
+    @property
+    def regions(self) -> tuple[MoERegion, ...]:
+        return tuple(match.region for match in self.matches)
+
+    def report(self) -> GraphReport:
+        return GraphReport(
+            regions=self.regions,
+            placements=tuple(placement.title for placement in self.placements),
+            refused=tuple(self.refused),
+            num_nodes=self.num_nodes,
+            stage_seconds=tuple(self.stage_seconds.items()),
+            notes=tuple(self.notes),
+        )
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time a stage; without `strict`, log its failure and give all regions back to Inductor."""
+        start = time.perf_counter()
+        try:
+            yield
+        except Exception as error:
+            if self.options.strict:
+                raise
+            _log_failure(name, error)
+            self.give_back(f"the stage '{name}' failed: {type(error).__name__}: {error}")
+        finally:
+            self.stage_seconds[name] = self.stage_seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def skips(self, name: str) -> bool:
+        return name in self.options.disable
+
+    def give_back(self, reason: str) -> None:
+        """Leave every region of the graph to Inductor, and the graph as it came."""
+        if self.original is not None:
+            self.gm.graph = self.original
+            self.original = None
+        self.builds = None
+        self.notes.append(f"left to Inductor: {reason}")
+        self.placements = [Placement(target="", reason=reason) for _ in self.matches]
+
+    def match(self) -> None:
+        if self.skips("match") or not may_hold_moe(self.gm):
+            return
+        with self.stage("match"):
+            from moe_compiler.passes.match_moe import find_regions
+
+            found = find_regions(self.gm, self.example_inputs)
+            self.matches = list(found.matches)
+            self.refused = list(found.refused)
+        for region in self.regions:
+            log.debug("matched %s", region)
+        for refusal in self.refused:
+            log.info("left alone: %s (%s): %s", refusal.name or refusal.node, refusal.node, refusal.reason)
+
+    def plan(self) -> None:
+        if self.skips("plan") or not self.matches:
+            return self._check_strict()
+        with self.stage("plan"):
+            placements = []
+            for match in self.matches:
+                device = device_type_of(self.gm, self.example_inputs, match)
+                placements.append(place(match.region, device, self.options))
+            self.placements = placements
+            self.refused += [
+                NoMatch(
+                    name=region.name,
+                    module_class=region.module_class,
+                    node="",
+                    reason=placement.reason,
+                    detail="proven, and left to Inductor because no target takes it",
+                )
+                for region, placement in zip(self.regions, self.placements, strict=True)
+                if not placement.target
+            ]
+        for region, placement in zip(self.regions, self.placements, strict=True):
+            log.info("%s: %s -> %s", region.name or "MoE block", region.router.kind, placement.title)
+            log.debug("plan %s", placement.plan.key if placement.plan else None)
+        return self._check_strict()
+
+    def _check_strict(self) -> None:
+        if self.options.strict and self.refused:
+            lines = [f"  {r.name or r.node}: {r.reason}" for r in self.refused]
+            raise NoMatchError(
+                "strict was asked for, and these MoE candidates would be left to Inductor:\n"
+                + "\n".join(lines)
+            )
+
+    def build(self) -> None:
+        if self.skips("build") or not any(p.target for p in self.placements):
+            return
+        with self.stage("build"):
+            self.builds = Builds(self.regions, self.placements)
+
+    def replace(self) -> None:
+        chosen = [(m, p) for m, p in zip(self.matches, self.placements) if p.plan is not None]
+        if not chosen:
+            return
+        if self.skips("replace"):
+            self.give_back("the stage 'replace' is disabled")
+            return
+        with self.stage("replace"):
+            from moe_compiler.passes.replace import replace_region
+            from moe_compiler.runtime import op  # noqa: F401  defines the op
+
+            self.original = _copy_graph(self.gm.graph)
+            for match, placement in chosen:
+                replace_region(
+                    self.gm, match, placement.plan, absorb_router=placement.absorb_router
+                )
+            self.gm.graph.lint()
+            self.gm.recompile()
+        report_module.show_graph(self.gm, "after", self.folder)
+
+    def inductor(self) -> Callable[..., Any]:
+        start = time.perf_counter()
+        try:
+            compiled = self._compile()
+            if self.builds is not None:
+                compiled = self._finish_builds(compiled)
+        finally:
+            self.stage_seconds["inductor"] = time.perf_counter() - start
+        report = self.report()
+        report_module.record(report)
+        report_module.show_report(report, self.folder)
+        log.info(
+            "graph of %d nodes: %d MoE blocks, %d as moeflex::moe_layer, %d refused; %s",
+            report.num_nodes,
+            len(report.regions),
+            report.num_replaced,
+            len(report.refused),
+            ", ".join(f"{name} {seconds:.2f} s" for name, seconds in report.stage_seconds),
+        )
+        return compiled
+
+    def _finish_builds(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """Wait for the builds; where one failed, compile the graph again as it came."""
+        assert self.builds is not None
+        start = time.perf_counter()
+        try:
+            self.builds.finish()
+        except BuildError as error:
+            if self.options.strict:
+                raise
+            log.warning("the CPU target could not be built; its MoE blocks go to Inductor. %s", error)
+            self.give_back(f"build failed: {error}")
+            return self._compile()
+        finally:
+            self.stage_seconds["build"] += time.perf_counter() - start
+        return compiled
+
+    def _compile(self) -> Callable[..., Any]:
+        if self.skips("inductor"):
+            return self.gm.forward
+        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+        patches = inductor_patches(self.options) or None
+        tag = _cache_tag(self.options) if any(p.target for p in self.placements) else None
+        inner = compile_fx_inner
+        try:
+            with contextlib.ExitStack() as stack:
+                if tag is not None:
+                    stack.enter_context(tag)
+                    # The backward graph may be compiled later, when this frame is gone.
+                    inner = tag(inner)
+                return compile_fx(
+                    self.gm, list(self.example_inputs), inner_compile=inner, config_patches=patches
+                )
+        except Exception as error:
+            if not _is_missing_compiler(error):
+                raise
+            log.warning(
+                "Inductor found no C++ compiler, so this graph runs as plain torch, uncompiled (%s). "
+                "Install one (Debian/Ubuntu: apt-get install g++), or set CXX to one.",
+                error,
+            )
+            self.notes.append("no C++ compiler: the graph runs as plain torch")
+            return self.gm.forward
+
+
+def may_hold_moe(gm: fx.GraphModule) -> bool:
+    """A cheap look for anything that could route or be routed; True says nothing."""
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            for node in module.graph.nodes:
+                if node.op in ("call_function", "call_method"):
+                    name = node.target if isinstance(node.target, str) else _name(node.target)
+                    if name in _ROUTING or name in _EXPERTS or "moe" in name or "expert" in name:
+                        return True
+    return False
+
+
+def _name(target: Any) -> str:
+    packet = getattr(target, "overloadpacket", None)
+    return str(getattr(packet or target, "__name__", ""))
+
+
+def _copy_graph(graph: fx.Graph) -> fx.Graph:
+    """A copy with the same names and metadata."""
+    copy = fx.Graph()
+    copy._codegen = graph._codegen
+    output = copy.graph_copy(graph, {}, return_output_node=True)
+    assert output is not None
+    value, old = output
+    copy.output(value).meta.update(old.meta)
+    return copy
+
+
+def _cache_tag(options: Options) -> Any:
+    """The patch that lets Inductor's caches see our sources and options, or None on a torch without that setting.
+
+    The plan of every op is in the graph, and the op is called by name; so this covers what a plan cannot say: a change
+    of how passes edit a graph, and of the op's schema.
+    """
+    from torch.compiler import config
+
+    if not hasattr(config, "cache_key_tag"):
+        return None
+    tag = f"{config.cache_key_tag}moeflex:{source_digest()}:{options.cache_tag}"
+    return config.patch(cache_key_tag=tag)
+
+
+@functools.cache
+def source_digest() -> str:
+    """SHA-256 of every source file of the package, as 16 hex digits."""
+    digest = hashlib.sha256()
+    base = os.path.dirname(os.path.abspath(__file__))
+    for folder, subfolders, files in os.walk(base, followlinks=True):
+        subfolders[:] = sorted(name for name in subfolders if name != "__pycache__")
+        for name in sorted(files):
+            path = os.path.join(folder, name)
+            digest.update(os.path.relpath(path, base).encode())
+            with open(path, "rb") as file:
+                digest.update(file.read())
+    return digest.hexdigest()[:16]
+
+
+def _is_missing_compiler(error: BaseException | None) -> bool:
+    from torch._inductor import exc
+
+    kind = getattr(exc, "InvalidCxxCompiler", None)
+    while kind is not None and error is not None:
+        if isinstance(error, kind) or isinstance(getattr(error, "inner_exception", None), kind):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+_logged_failures: set[tuple[str, str]] = set()
+
+
+def _log_failure(stage: str, error: Exception) -> None:
+    """Log a failed stage: with its traceback the first time, in one line when the same happens again."""
+    key = (stage, f"{type(error).__name__}: {error}")
+    first = key not in _logged_failures
+    _logged_failures.add(key)
+    log.warning(
+        "the stage '%s' failed and this graph goes to Inductor as it came: %s. "
+        "This is a fault of moeflex; please report it.",
+        *key,
+        exc_info=first,
+    )
