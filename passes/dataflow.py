@@ -1,0 +1,384 @@
+"""Data flow of an FX graph, with in-place updates given versions.
+
+Works on torch-level graphs (from Dynamo, with methods and in-place operators) and on ATen graphs (from
+`torch.export`). Three things differ from `node.all_input_nodes`:
+
+* `x.add_(y)`, `x += y` and `x[i] = y` define a new *version* of `x` and of the tensors that `x` is a view of; a later
+  reader of `x` depends on that version;
+* parameters, buffers, sizes and what is computed from nothing else are *constant*: they are not data;
+* dominators are taken over data edges only.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import networkx as nx
+import torch
+from torch import fx
+
+VIEWS = frozenset(
+    "view reshape unsqueeze squeeze transpose permute t contiguous clone expand flatten _unsafe_view alias detach "
+    "swapaxes movedim narrow unflatten expand_as view_as reshape_as ravel T mT numpy_T select slice "
+    "matrix_transpose adjoint lift_fresh_copy to_local wait_tensor".split()
+)
+"""Operators whose result holds the elements of their first argument and no arithmetic."""
+
+CASTS = frozenset(
+    "to _to_copy float bfloat16 half double type type_as convert_element_type".split()
+)
+CONTRACTIONS = frozenset(
+    "mm bmm matmul linear addmm baddbmm einsum _grouped_mm grouped_mm grouped_mm_fallback rmatmul tensordot".split()
+)
+_ROOT = "virtual root"
+_SPLITS = frozenset("chunk split unbind tensor_split split_with_sizes".split())
+_ALIASES = (VIEWS - {"clone"}) | _SPLITS | {"getitem", "to"}
+_INPLACE_FUNCTIONS = frozenset(
+    "itruediv iadd imul isub setitem ifloordiv ipow iand ior".split()
+)
+
+
+def op_name(node: fx.Node) -> str:
+    """Bare name of the operator, the same for method, function and ATen spellings."""
+    target = node.target
+    if node.op == "call_method":
+        return str(target)
+    if node.op == "call_function":
+        if isinstance(target, torch._ops.OpOverload):
+            return str(target._schema.name).split("::")[1]
+        return str(getattr(target, "__name__", target))
+    return node.op
+
+
+def value(node: fx.Node) -> object:
+    """The fake value recorded for this node, or None."""
+    return node.meta.get("val", node.meta.get("example_value"))
+
+
+def tensor(node: fx.Node) -> torch.Tensor | None:
+    """The fake tensor recorded for this node, or None when it is not a tensor."""
+    found = value(node)
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def is_float(node: fx.Node) -> bool:
+    """Whether this node is a floating-point tensor."""
+    found = tensor(node)
+    return found is not None and found.is_floating_point()
+
+
+def is_integer(node: fx.Node) -> bool:
+    """Whether this node is a tensor of an index dtype."""
+    found = tensor(node)
+    return found is not None and found.dtype in (torch.int64, torch.int32)
+
+
+def size_hint(size: int | torch.SymInt) -> int | None:
+    """The size as an int; for a symbol the size seen while tracing; None when there is none."""
+    if isinstance(size, torch.SymInt):
+        node = size.node
+        return int(node.hint) if node.has_hint() else None
+    return int(size)
+
+
+def shape_hint(node: fx.Node) -> tuple[int | None, ...]:
+    """Shape of a tensor node with symbols replaced by hints."""
+    found = tensor(node)
+    assert found is not None
+    return tuple(size_hint(s) for s in found.shape)
+
+
+def num_rows(node: fx.Node) -> int | None:
+    """Product of all sizes but the last, or None when one has no hint."""
+    rows = 1
+    for size in shape_hint(node)[:-1]:
+        if size is None:
+            return None
+        rows *= size
+    return rows
+
+
+def last_size(node: fx.Node) -> int | None:
+    """Last size when it is static, else None."""
+    found = tensor(node)
+    if found is None or found.ndim == 0 or isinstance(found.shape[-1], torch.SymInt):
+        return None
+    return int(found.shape[-1])
+
+
+def is_inplace(node: fx.Node) -> bool:
+    """Whether this node writes to its first argument."""
+    name = op_name(node)
+    if node.op == "call_method":
+        return name.endswith("_") and not name.endswith("__")
+    if node.op != "call_function":
+        return False
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.is_mutable and node.target.namespace == "aten"
+    return name in _INPLACE_FUNCTIONS or (
+        name.endswith("_") and not name.endswith("__") and name != "_"
+    )
+
+
+def is_static_input(node: fx.Node, example: object) -> bool:
+    """Whether a placeholder is a parameter or a buffer rather than an activation."""
+    if isinstance(example, torch.nn.Parameter) or isinstance(value(node), torch.nn.Parameter):
+        return True
+    tensor_dict = node.meta.get("tensor_dict") or {}
+    if "_dynamo_static_input_type" in tensor_dict:
+        return True
+    return any(mark in node.name for mark in ("_parameters_", "_buffers_"))
+
+
+class DataFlow:
+    """Versioned data flow of one graph.
+
+    Attributes:
+        nodes: all nodes in order.
+        position: node -> index in `nodes`.
+        parameters: placeholders and attributes that are weights or buffers.
+        constant: nodes with no data source upstream.
+        inputs: node -> versions of the tensors (and sizes) that it reads, constants included.
+        data_inputs, data_users: the same without constants.
+    """
+
+    def __init__(self, graph: fx.Graph, parameters: Iterable[fx.Node]) -> None:
+        self.nodes: list[fx.Node] = list(graph.nodes)
+        self.position = {node: i for i, node in enumerate(self.nodes)}
+        self.parameters = frozenset(parameters)
+        self.output = self.nodes[-1]
+        self.inputs: dict[fx.Node, list[fx.Node]] = {}
+        self.writes: dict[fx.Node, list[tuple[int, fx.Node]]] = {}
+        self._base: dict[fx.Node, fx.Node] = {}
+        self._trace_versions()
+        self._classify()
+        self._post_dominators: dict[tuple[int, int], dict[fx.Node, fx.Node | None]] = {}
+
+    # ---- versions
+
+    def _trace_versions(self) -> None:
+        current: dict[fx.Node, fx.Node] = {}
+        for index, node in enumerate(self.nodes):
+            self.inputs[node] = list(dict.fromkeys(current.get(a, a) for a in node.all_input_nodes))
+            first = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+            if first is None:
+                continue
+            if is_inplace(node):
+                written: fx.Node | None = first
+                while written is not None:
+                    current[written] = node
+                    self.writes.setdefault(written, []).append((index, node))
+                    written = self._base.get(written)
+                self._base[node] = first
+            elif self._is_alias(node):
+                self._base[node] = first
+
+    @staticmethod
+    def _is_alias(node: fx.Node) -> bool:
+        name = op_name(node)
+        if name not in _ALIASES:
+            return False
+        if name != "getitem":
+            return True
+        source = node.all_input_nodes[0]
+        if tensor(source) is None:  # an entry of a tuple
+            return op_name(source) in _SPLITS
+        # an index by tensors copies
+        return not any(tensor(a) is not None for a in node.all_input_nodes[1:])
+
+    def version_at(self, node: fx.Node, position: int) -> fx.Node:
+        """The node that last wrote `node`'s tensor before `position`, or `node` itself."""
+        version = node
+        for index, writer in self.writes.get(node, ()):
+            if index < position:
+                version = writer
+        return version
+
+    def storage(self, node: fx.Node) -> fx.Node:
+        """The node that allocated the tensor of which `node` is a view or a version."""
+        while node in self._base:
+            node = self._base[node]
+        return node
+
+    # ---- data and constants
+
+    def _is_source(self, node: fx.Node) -> bool:
+        found = value(node)
+        return node not in self.parameters and isinstance(found, torch.Tensor) and found.ndim > 0
+
+    def _classify(self) -> None:
+        constant: dict[fx.Node, bool] = {}
+        for node in self.nodes:
+            if node.op == "placeholder":
+                constant[node] = not self._is_source(node)
+            elif node.op == "output":
+                constant[node] = False
+            else:
+                scalar = isinstance(value(node), (torch.SymInt, torch.SymFloat, torch.SymBool, int, float))
+                constant[node] = scalar or all(constant[a] for a in self.inputs[node])
+        self.constant = constant
+        self.data_inputs = {
+            n: [] if constant[n] else [a for a in self.inputs[n] if not constant[a]]
+            for n in self.nodes
+        }
+        self.data_users: dict[fx.Node, list[fx.Node]] = {n: [] for n in self.nodes}
+        self.users: dict[fx.Node, list[fx.Node]] = {n: [] for n in self.nodes}
+        for node in self.nodes:
+            for read in self.data_inputs[node]:
+                self.data_users[read].append(node)
+            for read in self.inputs[node]:
+                self.users[read].append(node)
+
+    # ---- dominators
+
+    @functools.cached_property
+    def dominators(self) -> dict[fx.Node, fx.Node | None]:
+        """Immediate dominators over data edges; None stands for the virtual root."""
+        flow: nx.DiGraph = nx.DiGraph()
+        flow.add_node(_ROOT)
+        for node in self.nodes:
+            if self.constant[node]:
+                continue
+            reads = self.data_inputs[node]
+            flow.add_edges_from(((a, node) for a in reads) if reads else ((_ROOT, node),))
+        return _immediate(flow)
+
+    def post_dominators(self, hidden: int, rows: int) -> dict[fx.Node, fx.Node | None]:
+        """Immediate post-dominators, seen from the hidden states; None stands for the virtual end.
+
+        Only nodes count from which a float tensor of `rows` x `hidden` can be reached: losses, recorded ids and
+        token counters leave the block on paths that never meet the hidden states again.
+        """
+        key = (hidden, rows)
+        if key not in self._post_dominators:
+            live: set[fx.Node] = set()
+            flow: nx.DiGraph = nx.DiGraph()
+            flow.add_node(_ROOT)
+            for node in reversed(self.nodes):
+                if self.constant[node] or node is self.output:
+                    continue
+                users = [u for u in self.data_users[node] if u in live]
+                if not users and not is_hidden(node, hidden, rows):
+                    continue
+                live.add(node)
+                flow.add_edges_from(((u, node) for u in users) if users else ((_ROOT, node),))
+            self._post_dominators[key] = _immediate(flow)
+        return self._post_dominators[key]
+
+    # ---- reachability, bounded by positions so that a deep model costs one layer at a time
+
+    def ancestors(
+        self, roots: Iterable[fx.Node], *, stop: Iterable[fx.Node] = (), first: int = 0
+    ) -> set[fx.Node]:
+        """Data ancestors of `roots` (included), not going past `stop` nor before position `first`."""
+        return self._reach(roots, self.data_inputs, stop, lambda n: self.position[n] >= first)
+
+    def descendants(
+        self, roots: Iterable[fx.Node], *, stop: Iterable[fx.Node] = (), last: int | None = None
+    ) -> set[fx.Node]:
+        """Data descendants of `roots` (included), not going past `stop` nor after position `last`."""
+        limit = len(self.nodes) if last is None else last
+        return self._reach(roots, self.data_users, stop, lambda n: self.position[n] <= limit)
+
+    @staticmethod
+    def _reach(
+        roots: Iterable[fx.Node],
+        edges: dict[fx.Node, list[fx.Node]],
+        stop: Iterable[fx.Node],
+        inside: Callable[[fx.Node], bool],
+    ) -> set[fx.Node]:
+        blocked = set(stop)
+        seen = set(roots)
+        stack = [n for n in seen if n not in blocked]
+        while stack:
+            for other in edges[stack.pop()]:
+                if other not in seen and inside(other):
+                    seen.add(other)
+                    if other not in blocked:
+                        stack.append(other)
+        return seen
+
+    def weight_leaf(self, node: fx.Node) -> tuple[fx.Node, bool] | None:
+        """Follow a contraction operand back to the weight it shows.
+
+        Goes through views, casts, indexing by routing ids and selection of one expert.
+
+        Returns:
+            The weight (a parameter, or a constant computed from parameters) and whether it was gathered
+            by a data-dependent index; None when the operand is an activation.
+        """
+        gathered = False
+        while True:
+            if node in self.parameters:
+                return node, gathered
+            if node.op not in ("call_function", "call_method") or not node.all_input_nodes:
+                return None
+            name = op_name(node)
+            first = node.all_input_nodes[0]
+            if name in ("index", "index_select", "embedding", "getitem") and not self.constant[node]:
+                if not any(not self.constant[a] for a in node.all_input_nodes[1:]):
+                    return None
+                gathered = True
+            elif self.constant[node]:
+                if name not in VIEWS | CASTS | {"getitem"}:
+                    return (node, gathered) if is_float(node) and self.uses_parameters(node) else None
+            elif name not in VIEWS | CASTS:
+                return None
+            if tensor(first) is None and name != "getitem":
+                return None
+            node = first
+
+    @functools.cached_property
+    def _parameter_users(self) -> set[fx.Node]:
+        reached: set[fx.Node] = set(self.parameters)
+        for node in self.nodes:
+            if node not in reached and self.constant[node]:
+                if any(a in reached for a in self.inputs[node]):
+                    reached.add(node)
+        return reached
+
+    def uses_parameters(self, node: fx.Node) -> bool:
+        """Whether a constant node is computed from at least one parameter."""
+        return node in self._parameter_users
+
+
+def is_hidden(node: fx.Node, hidden: int, rows: int) -> bool:
+    """Whether this node is a float tensor of `rows` rows and last size `hidden`."""
+    return is_float(node) and last_size(node) == hidden and num_rows(node) == rows
+
+
+def chain(
+    immediate: dict[fx.Node, fx.Node | None], node: fx.Node
+) -> Iterator[fx.Node]:
+    """The (post-)dominators of a node, nearest first."""
+    found = immediate.get(node)
+    while found is not None:
+        yield found
+        found = immediate.get(found)
+
+
+def _immediate(flow: nx.DiGraph) -> dict[fx.Node, fx.Node | None]:
+    immediate = nx.immediate_dominators(flow, _ROOT)
+    return {n: None if d is _ROOT else d for n, d in immediate.items() if n is not _ROOT}
+
+
+def find_parameters(gm: fx.GraphModule, example_inputs: Sequence[object] | None) -> set[fx.Node]:
+    """Placeholders and attributes that are weights or buffers."""
+    found: set[fx.Node] = set()
+    examples = list(example_inputs or ())
+    index = 0
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            if is_static_input(node, examples[index] if index < len(examples) else None):
+                found.add(node)
+            index += 1
+        elif node.op == "get_attr":
+            found.add(node)
+    return found
+
+
+def is_getitem(node: fx.Node) -> bool:
+    """Whether this node takes one entry of a tuple or a slice of a tensor."""
+    return node.op == "call_function" and node.target is operator.getitem

@@ -1,0 +1,323 @@
+"""Prove a candidate by running it: the sub-graph as it stands against the reference of a spec, in fp64.
+
+A spec is accepted only when both agree on random inputs under several routings. Equal slices (the same operators on
+the same shapes, in another layer) are proven once a process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, fx
+
+from moe_compiler.ir import (
+    ExpertSpec,
+    MoERegion,
+    Proof,
+    RouterSpec,
+    Score,
+)
+from moe_compiler.passes import describe
+from moe_compiler.passes.dataflow import num_rows, shape_hint, tensor
+from moe_compiler.passes.match_experts import (
+    TOLERANCE,
+    ExpertRun,
+    NoSpec,
+    Operands,
+    constants_of,
+    identify_operands,
+    random_case,
+    random_tensors,
+    reference,
+    relative_error,
+)
+from moe_compiler.passes.match_router import RouterMatch
+from moe_compiler.passes.prove_router import prove_router, router_bias, router_signature
+from moe_compiler.passes.shrink import candidate_sizes
+from moe_compiler.passes.subgraph import SliceError, free_symbols
+from moe_compiler.reference import DTYPE_NAMES
+
+if TYPE_CHECKING:
+    from moe_compiler.passes.match_moe import Candidate
+
+logger = logging.getLogger(__name__)
+
+NATIVE_TOLERANCE: Mapping[torch.dtype, float] = {
+    torch.bfloat16: 6e-2,
+    torch.float16: 2e-2,
+    torch.float32: 1e-3,
+    torch.float64: 1e-9,
+}
+"""How far the sub-graph in its own dtypes may be from fp64: it has to be the same function with rounding, no more."""
+
+MAX_PROOF_BYTES = 6 << 30
+MAX_PROOF_FLOP = 4e11
+
+
+@dataclasses.dataclass(frozen=True)
+class Proven:
+    """A proven candidate.
+
+    Attributes:
+        region: the block, as data.
+        experts: the expert weights in the order of `ExpertSpec.tensor_roles`.
+        router_bias: the selection bias [E], or None.
+    """
+
+    region: MoERegion
+    experts: tuple[fx.Node, ...]
+    router_bias: fx.Node | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Outcome:
+    """What is remembered of a proof; `reason` when it failed."""
+
+    spec: ExpertSpec | None
+    swapped: bool
+    router: RouterSpec | None
+    router_note: str
+    proof: Proof
+    reason: str = ""
+
+
+_proofs: dict[str, _Outcome] = {}
+_lock = threading.Lock()
+
+
+def clear_proofs() -> None:
+    """Forget what was proven, as after `torch._dynamo.reset()`."""
+    with _lock:
+        _proofs.clear()
+
+
+def prove_region(candidate: Candidate, *, name: str, module_class: str) -> Proven:
+    """Prove a candidate.
+
+    Raises:
+        NoSpec: the block computes something that no spec says; the text is the reason.
+        SliceError: the block cannot be run by itself; the text is the reason.
+    """
+    key = _key(candidate)
+    with _lock:
+        outcome = _proofs.get(key)
+    if outcome is None:
+        outcome = _prove(candidate)
+        with _lock:
+            _proofs[key] = outcome
+    else:
+        outcome = dataclasses.replace(
+            outcome, proof=dataclasses.replace(outcome.proof, seconds=0.0, reused=True)
+        )
+    if outcome.spec is None:
+        raise NoSpec(outcome.reason)
+    return _at_full_size(candidate, outcome, name, module_class)
+
+
+def _key(candidate: Candidate) -> str:
+    roles = [candidate.part.weights.index(n) for n in candidate.operands.nodes]
+    router = router_signature(candidate)
+    return f"{candidate.part.signature()} {roles} {candidate.dense} {router}"
+
+
+def _prove(candidate: Candidate) -> _Outcome:
+    start = time.perf_counter()
+    spec, swapped, run, error = None, False, None, 0.0
+    reason = ""
+    for sizes in candidate_sizes(
+        candidate.part, x=candidate.x, ids=candidate.ids, operands=candidate.operands
+    ):
+
+        def make_run(operands: Operands, sizes=sizes) -> ExpertRun:  # type: ignore[no-untyped-def]
+            return ExpertRun(
+                candidate.part,
+                x=candidate.x,
+                ids=candidate.ids,
+                weights=candidate.weights,
+                dense=candidate.dense,
+                operands=operands,
+                sizes=sizes,
+            )
+
+        too_large = _too_large(make_run(candidate.operands))
+        if too_large:
+            reason = reason or too_large
+            continue
+        try:
+            spec, operands, run = identify_operands(
+                make_run, candidate.operands, constants_of(candidate.part)
+            )
+            swapped = operands is not candidate.operands
+            error = _check_experts(run, spec)
+            break
+        except (NoSpec, SliceError) as failure:
+            # a reason at small sizes may come from the shrinking: the sizes as they are decide
+            reason, spec = str(failure), None
+    router: RouterMatch | None = None
+    note = ""
+    if spec is not None:
+        assert run is not None
+        try:
+            router, note = prove_router(candidate, spec.num_experts)
+            if router is None:
+                _check_invalid_ids(run, spec, candidate)
+        except NoSpec as failure:
+            spec, reason = None, str(failure)
+    proof = Proof(
+        max_error=max(error, router.max_error if router else 0.0),
+        num_runs=(run.num_runs if run else 0) + (router.num_runs if router else 0),
+        precision="fp64",
+        seconds=time.perf_counter() - start,
+        peak_bytes=_run_bytes(run) if run else 0,
+    )
+    return _Outcome(
+        spec=spec,
+        swapped=swapped,
+        router=router.spec if router else None,
+        router_note=note,
+        proof=proof,
+        reason=reason,
+    )
+
+
+def _run_bytes(run: ExpertRun) -> int:
+    """Bytes of fp64 values that a run holds: weights are strided views of small buffers, so gathers decide."""
+    inter = run.sizes.shape(run.operands.down[0])
+    matrix = inter[-1] * inter[-2]
+    routes = run.num_tokens * run.top_k
+    form = describe.expert_form(run.runner.part)
+    if form == "gathered":
+        return routes * matrix * 3 * 8
+    if form == "dense":
+        return run.num_tokens * run.operands.num_experts * (run.hidden + 3 * inter[-1]) * 8
+    return routes * (2 * run.hidden + 3 * max(inter[-2:])) * 8 + 3 * matrix * 8
+
+
+def _too_large(run: ExpertRun) -> str:
+    size = _run_bytes(run)
+    inter = run.sizes.shape(run.operands.down[0])
+    routes = run.num_tokens * run.top_k
+    if describe.expert_form(run.runner.part) == "dense":
+        routes = run.num_tokens * run.operands.num_experts
+    flop = 6.0 * routes * inter[-1] * inter[-2]
+    if size > MAX_PROOF_BYTES or flop > MAX_PROOF_FLOP:
+        return (
+            f"its proof would need {size / 2**30:.1f} GiB and {flop / 1e9:.0f} GFLOP at sizes that cannot be shrunk; "
+            "compile with dynamic=True or fewer tokens"
+        )
+    return ""
+
+
+def _check_experts(run: ExpertRun, spec: ExpertSpec) -> float:
+    """Compare under several routings; the largest relative error.
+
+    Raises:
+        NoSpec: they differ.
+    """
+    generator = torch.Generator().manual_seed(1)
+    worst = 0.0
+    for label, scale in (("random routing", 1.0), ("large values", 30.0), ("one expert set", 1.0)):
+        tensors = random_tensors(run, generator)
+        x, ids, weights = random_case(run, generator, scale=scale)
+        if label == "one expert set":
+            ids = ids[:1].expand_as(ids).contiguous()
+        case = (x, ids, weights)
+        error = relative_error(reference(spec, case, tensors), run(*case, tensors))
+        if not error < TOLERANCE:
+            raise NoSpec(f"its experts differ from {spec.activation.name} under {label} (relative error {error:.1e})")
+        worst = max(worst, error)
+    _check_native(run, spec, generator)
+    return worst
+
+
+def _check_native(run: ExpertRun, spec: ExpertSpec, generator: torch.Generator) -> None:
+    """As the graph is written, in its own dtypes: the same function up to rounding."""
+    tensors = random_tensors(run, generator)
+    case = random_case(run, generator, scale=1.0)
+    native = run(*case, tensors, precise=False)
+    expected = reference(spec, case, tensors)
+    dtypes = [tensor(n) for n in (run.x, *run.operands.nodes)] + [native]
+    allowed = max(NATIVE_TOLERANCE.get(t.dtype, 1e-3) for t in dtypes if t is not None)
+    allowed = max(allowed, *(NATIVE_TOLERANCE[d] for d in describe.cast_dtypes(run.runner.part)), allowed)
+    error = relative_error(expected, native.double())
+    if not error < allowed:
+        raise NoSpec(f"in its own dtypes it is {error:.1e} away from fp64, more than rounding explains")
+
+
+def _check_invalid_ids(run: ExpertRun, spec: ExpertSpec, candidate: Candidate) -> None:
+    """Ids of an unproven router may lie outside of [0, E): the block has to ignore such routes, or to fail on them.
+
+    Raises:
+        NoSpec: it uses them.
+    """
+    generator = torch.Generator().manual_seed(2)
+    num_experts = run.operands.num_experts
+    width = shape_hint(candidate.logits)[-1] if candidate.logits is not None else None
+    for invalid in sorted({-1, num_experts, (width or num_experts + 1) - 1} - set(range(num_experts))):
+        tensors = random_tensors(run, generator)
+        x, ids, weights = random_case(run, generator, scale=1.0)
+        ids[:, -1] = invalid
+        if run.dense and not 0 <= invalid < run.sizes.shape(candidate.weights)[-1]:
+            continue
+        try:
+            seen = run(x, ids, weights, tensors)
+        except SliceError:
+            continue
+        error = relative_error(reference(spec, (x, ids, weights), tensors), seen)
+        if not error < TOLERANCE:
+            raise NoSpec(
+                f"an id of {invalid} does not mean 'not routed' in it, and its router could not be proven to stay "
+                f"below {num_experts} experts"
+            )
+
+
+def _at_full_size(
+    candidate: Candidate, outcome: _Outcome, name: str, module_class: str
+) -> Proven:
+    spec = outcome.spec
+    assert spec is not None
+    operands = candidate.operands
+    if outcome.swapped:
+        operands = dataclasses.replace(operands, up=operands.up[::-1], up_bias=operands.up_bias[::-1])
+    hidden = shape_hint(candidate.x)[-1]
+    down = tensor(operands.down[0])
+    assert hidden is not None and down is not None
+    axis = -1 if spec.w2_orientation.value == "out_in" else -2
+    spec = dataclasses.replace(spec, hidden=hidden, intermediate=int(down.shape[axis]))
+    router = outcome.router or RouterSpec(
+        score=Score.EXTERNAL, top_k=candidate.top_k, num_experts=spec.num_experts
+    )
+    dynamic = bool(free_symbols([candidate.x]))
+    output, x = tensor(candidate.output), tensor(candidate.x)
+    assert output is not None and x is not None
+    shared = describe.shared_expert(candidate.flow, candidate.x, candidate.output)
+    region = MoERegion(
+        name=name,
+        module_class=module_class,
+        router=router,
+        router_note=outcome.router_note,
+        experts=spec,
+        num_tokens=0 if dynamic else (num_rows(candidate.x) or 0),
+        dense_weights=candidate.dense,
+        x_dtype=_dtype_name(x),
+        weight_dtype=_dtype_name(down),
+        out_dtype=_dtype_name(output),
+        escaping=describe.escaping(candidate),
+        form=describe.expert_form(candidate.part),
+        shared_expert=shared.kind,
+        shared_intermediate=shared.intermediate,
+        proof=outcome.proof,
+    )
+    bias = router_bias(candidate) if router.has_bias else None
+    return Proven(region=region, experts=operands.nodes, router_bias=bias)
+
+
+def _dtype_name(found: Tensor) -> str:
+    return DTYPE_NAMES.get(found.dtype, str(found.dtype).removeprefix("torch."))
+

@@ -1,0 +1,346 @@
+"""A slice of an FX graph that can be executed by itself, in its own dtypes or in fp64, at its own sizes or smaller."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx.node import map_aggregate, map_arg
+from torch.utils._python_dispatch import _disable_current_modes
+
+from moe_compiler.passes.dataflow import (
+    CASTS,
+    VIEWS,
+    DataFlow,
+    is_float,
+    op_name,
+    size_hint,
+    tensor,
+    value,
+)
+
+LOW_FLOATS = frozenset({torch.bfloat16, torch.float16, torch.float32})
+_CPU = torch.device("cpu")
+_FLOAT_METHODS = frozenset({"float", "bfloat16", "half"})
+
+
+class SliceError(Exception):
+    """A slice cannot be cut or run; the text is the reason."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice:
+    """The nodes between some inputs and some outputs.
+
+    Attributes:
+        flow: the data flow of the graph.
+        inputs: where the slice was cut on purpose (activations, ids, weights).
+        outputs: what it computes.
+        weights: parameters, buffers, and tensors computed from parameters alone, which it reads.
+        scalars: sizes and other non-tensor values that it reads.
+        body: the nodes to execute, in graph order.
+    """
+
+    flow: DataFlow
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    weights: tuple[fx.Node, ...]
+    scalars: tuple[fx.Node, ...]
+    body: tuple[fx.Node, ...]
+
+    @property
+    def leaves(self) -> tuple[fx.Node, ...]:
+        """Everything that has to be given a value to run the slice."""
+        return self.inputs + self.weights + self.scalars
+
+    def signature(self) -> str:
+        """Text that is equal for slices that compute the same function (up to names of nodes)."""
+        number = {node: i for i, node in enumerate(itertools.chain(self.leaves, self.body))}
+        lines = [_leaf_signature(node) for node in self.leaves]
+        for node in self.body:
+            arguments = map_arg((node.args, node.kwargs), lambda n: f"%{number[n]}")
+            lines.append(f"{node.op} {op_name(node)} {arguments}")
+        lines.append(f"return {[number[n] for n in self.outputs]}")
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _leaf_signature(node: fx.Node) -> str:
+    found = value(node)
+    if isinstance(found, Tensor):
+        sizes = ["s" if isinstance(s, torch.SymInt) else str(s) for s in found.shape]
+        return f"tensor {found.dtype} {sizes}"
+    return "symbol" if isinstance(found, (torch.SymInt, torch.SymFloat)) else f"value {found!r}"
+
+
+def cut(
+    flow: DataFlow, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node], *, limit: int = 20_000
+) -> Slice:
+    """Cut the slice that computes `outputs` from `inputs`.
+
+    Raises:
+        SliceError: the outputs need an activation that is none of `inputs`; the text names it.
+    """
+    stop = set(inputs)
+    seen: set[fx.Node] = set()
+    weights: list[fx.Node] = []
+    scalars: list[fx.Node] = []
+    stack = [n for n in outputs]
+    while stack:
+        node = stack.pop()
+        if node in seen or node in stop:
+            continue
+        seen.add(node)
+        if len(seen) > limit:
+            raise SliceError(f"more than {limit} nodes")
+        kind = _leaf_kind(flow, node)
+        if kind == "weight":
+            weights.append(node)
+        elif kind == "scalar":
+            scalars.append(node)
+        elif kind == "foreign":
+            raise SliceError(f"it also reads {_describe(node)}, which is computed outside of the block")
+        else:
+            stack.extend(flow.inputs[node])
+    leaves = {*weights, *scalars}
+    order = flow.position.__getitem__
+    return Slice(
+        flow=flow,
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
+        weights=tuple(sorted(weights, key=order)),
+        scalars=tuple(sorted(scalars, key=order)),
+        body=tuple(sorted(seen - leaves, key=order)),
+    )
+
+
+def _describe(node: fx.Node) -> str:
+    found = tensor(node)
+    return f"'{node.name}' {tuple(found.shape)}" if found is not None else f"'{node.name}'"
+
+
+def _leaf_kind(flow: DataFlow, node: fx.Node) -> str:
+    if node in flow.parameters:
+        return "weight"
+    if node.op in ("placeholder", "get_attr"):
+        found = value(node)
+        if isinstance(found, Tensor):
+            return "foreign"
+        return "scalar"
+    scalar = isinstance(value(node), (torch.SymInt, torch.SymFloat, int, float, bool))
+    if scalar and flow.constant[node] and not any(tensor(a) is not None for a in flow.inputs[node]):
+        return "body"
+    if (
+        flow.constant[node]
+        and is_float(node)
+        and flow.uses_parameters(node)
+        and op_name(node) not in VIEWS | CASTS | {"getitem"}
+    ):
+        return "weight"
+    return "body"
+
+
+# ---- running
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Concrete sizes under which a slice is run.
+
+    Attributes:
+        symbols: symbol name -> size.
+        literals: static size in the graph -> size in the run (empty: as they are).
+    """
+
+    symbols: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    literals: Mapping[int, int] = dataclasses.field(default_factory=dict)
+
+    def of(self, size: int | torch.SymInt) -> int:
+        """The size in the run."""
+        if isinstance(size, torch.SymInt):
+            expression = size.node.expr
+            replaced = expression.subs(
+                {s: self.symbols[s.name] for s in expression.free_symbols if s.name in self.symbols}
+            )
+            if not replaced.is_number:
+                hint = size_hint(size)
+                if hint is None:
+                    raise SliceError(f"the size {size} is not known before the model runs")
+                return hint
+            return int(replaced)
+        return self.literals.get(size, size)
+
+    def shape(self, node: fx.Node) -> tuple[int, ...]:
+        """The shape of a tensor node in the run."""
+        found = tensor(node)
+        assert found is not None
+        return tuple(self.of(s) for s in found.shape)
+
+
+def free_symbols(nodes: Iterable[fx.Node]) -> set[str]:
+    """Names of the size symbols in the shapes (or values) of these nodes."""
+    names: set[str] = set()
+    for node in nodes:
+        found = value(node)
+        sizes: Iterable[object] = found.shape if isinstance(found, Tensor) else (found,)
+        for size in sizes:
+            if isinstance(size, torch.SymInt):
+                names.update(s.name for s in size.node.expr.free_symbols)
+    return names
+
+
+class Runner:
+    """Executes a slice.
+
+    Args:
+        part: the slice.
+        sizes: sizes of the run.
+    """
+
+    def __init__(self, part: Slice, sizes: Sizes) -> None:
+        self.part = part
+        self.sizes = sizes
+        self._last_use: dict[fx.Node, list[fx.Node]] = {}
+        last: dict[fx.Node, fx.Node] = {}
+        for node in part.body:
+            for read in node.all_input_nodes:
+                last[read] = node
+        kept = set(part.outputs)
+        for read, user in last.items():
+            if read not in kept:
+                self._last_use.setdefault(user, []).append(read)
+
+    def __call__(self, values: Mapping[fx.Node, Tensor], *, precise: bool) -> list[Tensor]:
+        """Run the slice.
+
+        Args:
+            values: one tensor for each of `part.inputs` and `part.weights`; they are not written to.
+            precise: every float dtype in the slice is replaced by fp64. The values have to be fp64 then.
+
+        Raises:
+            SliceError: an operator failed; the text names it.
+        """
+        with _plain_execution(precise):
+            return self._run(values, precise)
+
+    def _run(self, values: Mapping[fx.Node, Tensor], precise: bool) -> list[Tensor]:
+        environment: dict[fx.Node, Any] = {
+            n: v.clone() if n in self._written else v for n, v in values.items()
+        }
+        for node in self.part.scalars:
+            environment[node] = self._scalar(node)
+        for node in self.part.body:
+            try:
+                environment[node] = self._execute(node, environment, precise)
+            except SliceError:
+                raise
+            except Exception as error:
+                raise SliceError(f"'{node.name}' ({op_name(node)}) failed: {_first_line(error)}") from error
+            for read in self._last_use.get(node, ()):
+                environment.pop(read, None)
+        return [environment[n] for n in self.part.outputs]
+
+    @property
+    def _written(self) -> set[fx.Node]:
+        written = set()
+        body = set(self.part.body)
+        for leaf in self.part.inputs + self.part.weights:
+            if any(writer in body for _, writer in self.part.flow.writes.get(leaf, ())):
+                written.add(leaf)
+        return written
+
+    def _scalar(self, node: fx.Node) -> Any:
+        found = value(node)
+        if isinstance(found, torch.SymInt):
+            return self.sizes.of(found)
+        if isinstance(found, (int, float, bool)):
+            return found
+        raise SliceError(f"the value of '{node.name}' is not known before the model runs")
+
+    def _execute(self, node: fx.Node, environment: Mapping[fx.Node, Any], precise: bool) -> Any:
+        def bind(argument: Any) -> Any:
+            if isinstance(argument, fx.Node):
+                return environment[argument]
+            # bool is an int; it is never a size
+            if type(argument) is int:
+                return self.sizes.literals.get(argument, argument)
+            if precise and isinstance(argument, torch.dtype) and argument in LOW_FLOATS:
+                return torch.float64
+            # the slice runs on the CPU, wherever the model is
+            return _CPU if isinstance(argument, torch.device) else argument
+
+        args, kwargs = map_aggregate((node.args, node.kwargs), bind)  # type: ignore[misc]
+        name = op_name(node)
+        if name in _REPLACED and (precise or name == "grouped_mm_fallback"):
+            return _REPLACED[name](*args, **kwargs)
+        if precise and node.op == "call_method" and name in _FLOAT_METHODS:
+            return args[0].double()
+        if node.op == "call_method":
+            return getattr(args[0], name)(*args[1:], **kwargs)
+        assert node.op == "call_function" and callable(node.target)
+        return node.target(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _plain_execution(precise: bool) -> Iterator[None]:
+    """No fake tensors, no modes, no autocast, no gradients, CPU; factories make fp64 when `precise`."""
+    default = torch.get_default_dtype()
+    with (
+        unset_fake_temporarily(),
+        _disable_current_modes(),
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch.device("cpu"),
+    ):
+        torch.set_default_dtype(torch.float64 if precise else default)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(default)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
+def _grouped_mm(
+    x: Tensor, weight: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
+) -> Tensor:
+    """Grouped GEMM in any float dtype: x [S, in] with row offsets, weight [E, in, out]; rows past the end are NaN."""
+    if x.ndim != 2 or weight.ndim != 3 or offs is None or bias is not None:
+        raise SliceError("a grouped GEMM of this form has no reference")
+    out = torch.full((x.shape[0], weight.shape[-1]), float("nan"), dtype=x.dtype)
+    start = 0
+    for expert, end in enumerate(offs.tolist()):
+        if end > start:
+            out[start:end] = x[start:end] @ weight[expert]
+            start = end
+    return out
+
+
+_REPLACED: dict[str, Callable[..., Any]] = {
+    "_grouped_mm": _grouped_mm,
+    "grouped_mm": _grouped_mm,
+    "grouped_mm_fallback": _grouped_mm,
+}
+
+
+def small_view(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Random values of `shape` as overlapping strided views of one small buffer.
+
+    The first axis of a weight moves by 97 elements, the second by 61, the last by 1, so that a whole layer of a large
+    model costs some thousand numbers, and no two axes can be confused with each other.
+    """
+    steps = (1, 61, 97, 193, 389)[: len(shape)]
+    strides = tuple(reversed(steps))
+    length = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True) if size)
+    scale = max(1, shape[-1]) ** -0.5 if len(shape) > 1 else 0.5
+    buffer = torch.randn(max(1, length), generator=generator, dtype=torch.float64) * scale
+    return buffer.to(dtype).as_strided(tuple(shape), strides)
