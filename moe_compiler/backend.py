@@ -24,6 +24,7 @@ from torch import fx
 
 from moe_compiler import options as options_module
 from moe_compiler import pipeline, settings
+from moe_compiler.runtime import capture
 
 
 def moeflex(
@@ -49,13 +50,24 @@ def moeflex(
         NoMatchError: under `strict`, when a candidate was left alone.
         BuildError: under `strict`, when a build failed.
     """
+    _install_capture()
     resolved = options_module.resolve(options, mode, settings.get(), pipeline.STAGES)
     return pipeline.run(gm, example_inputs, resolved)
+
+
+def _install_capture() -> None:
+    """Let whole MoE blocks arrive in one graph, in every trace that dynamo makes for this backend."""
+    if "capture" not in settings.get().disable and "all" not in settings.get().disable:
+        capture.install(moeflex)
 
 
 def _reset() -> None:
     """What `torch._dynamo.reset()` asks of a backend: forget the reports."""
     pipeline.clear()
+    _install_capture()
 
 
 moeflex.reset = _reset  # type: ignore[attr-defined]
+
+# The first trace happens before the first call of the backend.
+_install_capture()

@@ -110,7 +110,11 @@ def _stages(given: Any, default: tuple[str, ...], stages: Sequence[str]) -> tupl
     if not isinstance(names, (tuple, list)) or not all(isinstance(n, str) for n in names):
         raise OptionError(f"{source} takes a tuple of names of stages; got {names!r}")
     if "all" in names:
-        return tuple(name for name in stages if name != "inductor")
+        names = [name for name in stages if name != "inductor" and (given is None or name != "capture")]
+    if given is not None and "capture" in names:
+        raise OptionError(
+            "the stage 'capture' acts before options are known; disable it with MOEFLEX_DISABLE=capture"
+        )
     for name in names:
         if name not in stages:
             raise OptionError(

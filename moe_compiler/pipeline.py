@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 # The one list of the stages; dumps, logs, reports and MOEFLEX_DISABLE use these names.
 STAGES: tuple[str, ...] = (
+    "capture",  # before the graph exists: let whole blocks arrive in it (off by MOEFLEX_DISABLE only)
     "match",  # find MoE blocks and prove them
     "plan",  # choose the target of each block
     "build",  # start the compilers that the targets need, in the background
@@ -62,6 +63,7 @@ def run(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> 
         BuildError: under `strict`, when a build failed.
     """
     work = _Work(gm, example_inputs, options)
+    work.capture()
     work.match()
     work.plan()
     work.build()
@@ -72,6 +74,7 @@ def run(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> 
 def analyse(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> GraphReport:
     """Find and prove the MoE blocks of a graph and choose their targets, without editing or compiling it."""
     work = _Work(gm, example_inputs, options)
+    work.capture()
     work.match()
     work.plan()
     return work.report()
@@ -137,6 +140,19 @@ class _Work:
         self.notes.append(f"left to Inductor: {reason}")
         self.placements = [Placement(target="", reason=reason) for _ in self.matches]
 
+    def capture(self) -> None:
+        """Note how the graph was captured, and a block that a graph break cut in two."""
+        if self.skips("capture"):
+            return
+        with self.stage("capture"):
+            from moe_compiler.runtime import capture
+
+            self.notes += capture.taken_ways(self.gm)
+            fragment = capture.fragment_reason(self.gm)
+            if fragment is not None:
+                self.refused.append(fragment)
+                log.info("left alone: %s: %s", fragment.name or fragment.node, fragment.reason)
+
     def match(self) -> None:
         if self.skips("match") or not may_hold_moe(self.gm):
             return
@@ -145,11 +161,9 @@ class _Work:
 
             found = find_regions(self.gm, self.example_inputs)
             self.matches = list(found.matches)
-            self.refused = list(found.refused)
+            self.refused += found.refused
         for region in self.regions:
             log.debug("matched %s", region)
-        for refusal in self.refused:
-            log.info("left alone: %s (%s): %s", refusal.name or refusal.node, refusal.node, refusal.reason)
 
     def plan(self) -> None:
         if self.skips("plan") or not self.matches:
@@ -157,7 +171,7 @@ class _Work:
         with self.stage("plan"):
             placements = []
             for match in self.matches:
-                device = device_type_of(self.gm, self.example_inputs, match)
+                device = device_type_of([match.x, *match.experts])
                 placements.append(place(match.region, device, self.options))
             self.placements = placements
             self.refused += [

@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import fx
@@ -158,16 +157,8 @@ class Builds:
             raise BuildError(f"the CPU target was built and cannot be loaded: {error}") from error
 
 
-def device_type_of(gm: fx.GraphModule, example_inputs: Iterable[Any], match: Any) -> str:
-    """The device type of a match's tensors: that of the match when it knows it, else that of the whole graph.
-
-    "" when the graph's tensors are on several kinds of device.
-    """
-    device = getattr(match, "device", None)
-    if device is not None:
-        return torch.device(device).type
-    tensors = [t for t in example_inputs if isinstance(t, torch.Tensor)]
-    tensors += [*gm.parameters(), *gm.buffers()]
-    # A zero-dimensional CPU tensor is a number: it may meet tensors of any device.
-    kinds = {t.device.type for t in tensors if t.dim() > 0}
+def device_type_of(nodes: Iterable[fx.Node]) -> str:
+    """The device type of the tensors that these nodes stand for; "" when they are on several kinds of device."""
+    values = [node.meta.get("example_value", node.meta.get("val")) for node in nodes]
+    kinds = {value.device.type for value in values if isinstance(value, torch.Tensor)}
     return kinds.pop() if len(kinds) == 1 else ""
