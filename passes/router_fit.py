@@ -92,7 +92,7 @@ def _solve_sum(
 def fit_sparsemixer(recorder: Recorder) -> Iterator[RouterSpec]:
     """The sparsemixer with the threshold that the router shows, if it shows one."""
     problem = recorder.problem
-    if problem.num_experts < 3 or problem.has_bias:
+    if problem.num_experts < 2 or problem.has_bias:
         return
     try:
         threshold = _find_threshold(recorder)

@@ -260,8 +260,8 @@ def native_observations(recorder: Recorder, seed: int) -> list[Observation]:
     generator = torch.Generator().manual_seed(seed)
     few = problem.num_tokens < 8
     num_rows = 32 if few else 96
-    rows = torch.randn(num_rows, problem.num_experts, generator=generator)
-    scales = torch.tensor([0.3, 1.0, 3.0, 12.0, 40.0, 1.0, 1.0, 1.0])
+    rows = torch.randn(num_rows, problem.num_experts, generator=generator, dtype=torch.float32)
+    scales = torch.tensor([0.3, 1.0, 3.0, 12.0, 200.0, 1.0, 1.0, 1.0])
     kinds = torch.arange(num_rows) % len(scales)
     rows = rows * scales[kinds].unsqueeze(-1)
     coarse = kinds == 5

@@ -1,0 +1,135 @@
+"""Selection rules of routers: which experts are chosen, given scores, a bias and group limits."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from moe_compiler.ir import GroupScore, RouterSpec, Score
+from moe_compiler.passes.router_probe import Observation, RouterProblem
+from moe_compiler.reference import group_scores, score_logits, selection_scores
+
+# Two spellings of one score differ by less in fp64; smaller differences count as ties.
+TIE_TOLERANCE = 1e-11
+SCORES = (Score.SOFTMAX, Score.SIGMOID, Score.SQRTSOFTPLUS, Score.IDENTITY)
+# Rows on which group limits are guessed, and the share of them that has to agree: a fill of 0.0 lets experts of lost
+# groups win where the scores are negative.
+_GUESS_ROWS = slice(0, 32)
+_GUESS_SHARE = 0.6
+
+
+class Rules:
+    """The selection rules that explain every recorded id, cheapest first."""
+
+    def __init__(self, problem: RouterProblem, observations: Sequence[Observation]) -> None:
+        self._problem = problem
+        self._observations = observations
+        self._scores: dict[Score, list[Tensor]] = {}
+
+    def plain(self) -> list[RouterSpec]:
+        """Rules without a group limit."""
+        return [rule for rule in self._templates() if self._legal(rule)]
+
+    def grouped(self, literals: Iterable[int] | None) -> list[RouterSpec]:
+        """Rules with a group limit whose sizes are among `literals`, or any when None."""
+        num_experts = self._problem.num_experts
+        numbers = None if literals is None else set(literals)
+        found = []
+        for size in range(num_experts // 2, 0, -1):
+            num_groups, rest = divmod(num_experts, size)
+            if rest or not (numbers is None or numbers & {num_groups, size}):
+                continue
+            for rule in self._templates():
+                found += [r for r in self._limits(rule, num_groups, numbers) if self._legal(r)]
+        return found
+
+    def _templates(self) -> Iterator[RouterSpec]:
+        for has_bias in (False, True) if self._problem.has_bias else (False,):
+            for score in SCORES:
+                yield RouterSpec(
+                    score=score,
+                    top_k=self._problem.top_k,
+                    num_experts=self._problem.num_experts,
+                    has_bias=has_bias,
+                )
+
+    def _of(self, score: Score) -> list[Tensor]:
+        """Scores [n, E], one tensor an observation."""
+        if score not in self._scores:
+            self._scores[score] = [score_logits(score, o.logits) for o in self._observations]
+        return self._scores[score]
+
+    def _legal(self, rule: RouterSpec) -> bool:
+        scores = self._of(rule.score)
+        few = slice(0, 7)
+        return bool(legal_rows(rule, scores[0][few], self._observations[0], few).all()) and all(
+            bool(legal_rows(rule, s, o).all())
+            for s, o in zip(scores, self._observations, strict=True)
+        )
+
+    def _limits(
+        self, rule: RouterSpec, num_groups: int, numbers: set[int] | None
+    ) -> Iterator[RouterSpec]:
+        """Group limits that most rows of the first observation agree with."""
+        # Without a bias, scores are positive and the fill value cannot be seen.
+        signed = rule.has_bias or rule.score is Score.IDENTITY
+        fills = (float("-inf"), 0.0) if signed else (float("-inf"),)
+        for group_score in GroupScore:
+            if group_score is GroupScore.TOP2_SUM and num_groups == rule.num_experts:
+                continue
+            limited = dataclasses.replace(rule, num_groups=num_groups, group_score=group_score)
+            for kept in self._kept_groups(limited, numbers):
+                for fill in fills:
+                    yield dataclasses.replace(limited, top_k_groups=kept, group_fill=fill)
+
+    def _kept_groups(self, rule: RouterSpec, numbers: set[int] | None) -> list[int]:
+        """How many groups may stay: all that are used, none that holds a better expert which was not used."""
+        first, num_groups = self._observations[0], rule.num_groups
+        assert first.ids is not None
+        ids, size = first.ids[_GUESS_ROWS], rule.num_experts // num_groups
+        choice = self._of(rule.score)[0][_GUESS_ROWS]
+        if rule.has_bias and first.bias is not None:
+            choice = choice + first.bias
+        order = group_scores(rule, choice).argsort(-1, descending=True)
+        rank = torch.empty_like(order).scatter_(
+            -1, order, torch.arange(num_groups).expand_as(order)
+        )
+        lowest = rank.gather(-1, ids // size).amax(-1) + 1
+        worst = choice.gather(-1, ids).amin(-1, keepdim=True)
+        better = (choice > worst).scatter_(-1, ids, False)
+        highest = torch.where(better, rank.repeat_interleave(size, -1), num_groups).amin(-1)
+        kept = torch.arange(num_groups).unsqueeze(-1)
+        votes = ((lowest <= kept) & (kept <= highest)).double().mean(-1)
+        enough = max(_GUESS_SHARE, float(votes.max()) - 0.05)
+        candidates = (votes >= enough).nonzero().flatten().tolist()
+        return [
+            k
+            for k in candidates
+            if k * size >= rule.top_k and (k in numbers if numbers is not None else True)
+        ][:8]
+
+
+def legal_rows(
+    rule: RouterSpec, scores: Tensor, observation: Observation, rows: slice = slice(None)
+) -> Tensor:
+    """Which rows [n] a rule explains: the ids are a top-k, or the tie of two groups leaves it open."""
+    assert observation.ids is not None
+    bias = observation.bias if rule.has_bias else None
+    choice = selection_scores(rule, scores, bias)
+    best = choice.topk(rule.top_k, dim=-1).values
+    picked = choice.gather(-1, observation.ids[rows]).sort(-1, descending=True).values
+    absorbed = 0.0 if bias is None else 1e-15 * float(bias.abs().max())
+    legal = torch.isclose(picked, best, rtol=TIE_TOLERANCE, atol=absorbed).all(-1)
+    if rule.num_groups > 1:
+        legal |= open_groups(rule, scores if bias is None else scores + bias, absorbed)
+    return legal
+
+
+def open_groups(rule: RouterSpec, choice: Tensor, absorbed: float) -> Tensor:
+    """Rows [n] where a kept and a lost group have the same score."""
+    ranked = group_scores(rule, choice).sort(-1, descending=True).values
+    last, next_one = ranked[:, rule.top_k_groups - 1], ranked[:, rule.top_k_groups]
+    return torch.isclose(last, next_one, rtol=TIE_TOLERANCE, atol=absorbed)
