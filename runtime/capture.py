@@ -1,15 +1,230 @@
-"""Getting a model's MoE blocks into one graph, and looking at the graphs that come out.
+"""Getting a model's MoE blocks into one graph, and saying how that was done.
 
-`capture_graphs` records what dynamo hands to a backend; `capture_export` is the ATen-level counterpart.
+`install(backend)` is called by the backend when it is loaded, with every call and on reset. From then on a trace
+that dynamo makes *for this backend* differs from a trace for others in two points:
+
+1. transformers' data-dependent expert loop is traced through its `grouped_mm` function (see `runtime/hf.py`);
+2. `torch._dynamo.config.capture_dynamic_output_shape_ops` is on, so that a static loop over all experts
+   (`torch.where` and `index_add_`) arrives as one graph. It is set when dynamo starts to compile a frame for this
+   backend and restored when that compilation ends; dynamo compiles under a process-wide lock.
+
+No guard depends on either: dynamo keeps the compiled code of each backend apart. `taken_ways` says what was done,
+`fragment_reason` names the graph break where a block still did not arrive whole.
+`capture_graphs` and `capture_export` record graphs for `moeflex inspect` and for tests in the same way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
+
+from moe_compiler.ir import NoMatch
+from moe_compiler.runtime import hf
+
+DYNAMIC_SHAPES_WAY = "dynamic output shapes captured (a loop over all experts became one graph)"
+
+_MARK = "_moeflex_captures_blocks"
+_FLAG = "capture_dynamic_output_shape_ops"
+_MAX_WRAPPERS = 8
+
+
+class _Thread(threading.local):
+    forced: list[str] | None = None  # ways taken inside `replaced_expert_loops`, None outside
+    flag_patch: Any = None  # the config patch of the compilation in progress on this thread
+
+
+_thread = _Thread()
+_ways_of_trace: weakref.WeakKeyDictionary[Any, dict[str, None]] = weakref.WeakKeyDictionary()
+_register_lock = threading.Lock()
+
+
+def install(backend: Callable[..., Any]) -> None:
+    """Make every trace for `backend` capture whole MoE blocks. Idempotent, cheap, thread-safe."""
+    setattr(backend, _MARK, True)
+    _register_callbacks()
+    hf.install(_expert_loop_is_replaced)
+
+
+def taken_ways(gm: fx.GraphModule | None = None) -> tuple[str, ...]:
+    """What was done to capture the graph that dynamo is just handing to the backend; for reports and the log.
+
+    Args:
+        gm: that graph; without it the second way is not looked for.
+    """
+    trace = _current_trace()
+    ways = list(_ways_of_trace.get(trace, ())) if trace is not None else []
+    ways += _thread.forced or []
+    if _thread.flag_patch is not None and gm is not None and _has_dynamic_outputs(gm):
+        ways.append(DYNAMIC_SHAPES_WAY)
+    return tuple(dict.fromkeys(ways))
+
+
+@contextlib.contextmanager
+def replaced_expert_loops() -> Iterator[list[str]]:
+    """Trace transformers' expert loops through `grouped_mm` in any tracer on this thread; yields the ways taken.
+
+    For `torch.export`, which calls no backend. Eager calls inside of the block are changed as well.
+    """
+    hf.install(_expert_loop_is_replaced)
+    outer, _thread.forced = _thread.forced, []
+    try:
+        yield _thread.forced
+    finally:
+        _thread.forced = outer
+
+
+def _is_ours(compiler: Any) -> bool:
+    for _ in range(_MAX_WRAPPERS):
+        if compiler is None:
+            return False
+        if getattr(compiler, _MARK, False):
+            return True
+        wrapped = getattr(compiler, "_torchdynamo_orig_backend", None)
+        wrapped = wrapped or getattr(compiler, "compiler_fn", None)
+        compiler = wrapped or getattr(compiler, "__wrapped__", None)
+    return False
+
+
+def _current_trace() -> Any:
+    return torch._guards.TracingContext.try_get()
+
+
+def _current_compiler() -> Any:
+    """The backend for which dynamo is tracing on this thread, or None."""
+    module = sys.modules.get("torch._dynamo.symbolic_convert")
+    translator = getattr(getattr(module, "tls", None), "current_tx", None)
+    return getattr(getattr(translator, "output", None), "compiler_fn", None)
+
+
+@torch.compiler.assume_constant_result
+def _expert_loop_is_replaced(name: str) -> bool:
+    # Under dynamo this runs once, at trace time, and its answer is burnt into the trace of one backend.
+    way = f"transformers' expert loop traced through its {name} function"
+    if _thread.forced is not None:
+        if way not in _thread.forced:
+            _thread.forced.append(way)
+        return True
+    if not _is_ours(_current_compiler()):
+        return False
+    trace = _current_trace()
+    if trace is not None:
+        _ways_of_trace.setdefault(trace, {})[way] = None
+    return True
+
+
+class _KeptOnClear(list):  # type: ignore[type-arg]
+    """Callbacks that `torch._dynamo.reset()` leaves in place: it clears the list after it has reset the backends."""
+
+    def __init__(self, items: list[Any], kept: Callable[..., None]) -> None:
+        super().__init__(items)
+        self._kept = kept
+        self.append(kept)
+
+    def clear(self) -> None:
+        super().clear()
+        self.append(self._kept)
+
+
+def _register_callbacks() -> None:
+    handler = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
+    if handler is None:
+        import torch._dynamo
+
+        handler = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
+    with _register_lock:
+        for name, callback in (("start_callbacks", _on_start), ("end_callbacks", _on_end)):
+            callbacks = getattr(handler, name, None)
+            if isinstance(callbacks, list) and callback not in callbacks:
+                setattr(handler, name, _KeptOnClear(callbacks, callback))
+
+
+def _on_start(_args: Any) -> None:
+    hf.install(_expert_loop_is_replaced)  # transformers may have been imported after us
+    if _thread.flag_patch is not None or not _is_ours(_starting_compiler()):
+        return
+    if not getattr(torch._dynamo.config, _FLAG, True):
+        _thread.flag_patch = torch._dynamo.config.patch(**{_FLAG: True})
+        _thread.flag_patch.__enter__()
+
+
+def _on_end(_args: Any) -> None:
+    patch, _thread.flag_patch = _thread.flag_patch, None
+    if patch is not None:
+        patch.__exit__(None, None, None)
+
+
+def _starting_compiler() -> Any:
+    """The backend of the compilation that is about to start: dynamo tells callbacks no more than an id."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "_compile" and "compiler_fn" in frame.f_locals:
+            return frame.f_locals["compiler_fn"]
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def _has_dynamic_outputs(gm: fx.GraphModule) -> bool:
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return any(
+        isinstance(value := node.meta.get("example_value"), torch.Tensor)
+        and free_unbacked_symbols(value)
+        for node in gm.graph.nodes
+    )
+
+
+# What picks experts for tokens, as dynamo and ATen spell it.
+_ROUTING_OPS = ("topk", "one_hot", "bincount", "argmax")
+
+
+def fragment_reason(gm: fx.GraphModule) -> NoMatch | None:
+    """Why the MoE block that begins in `gm` does not end in it, or None where no such block is seen.
+
+    Dynamo notes on a graph why it ended; a graph that ends in a break and holds a routing operation is taken for the
+    first fragment of a block.
+    """
+    ended = getattr(gm, "compile_subgraph_reason", None)
+    if ended is None or not getattr(ended, "graph_break", False):
+        return None
+    node = next((n for n in gm.graph.nodes if _op_name(n) in _ROUTING_OPS), None)
+    if node is None:
+        return None
+    name, module_class = _module_of(node)
+    stack = list(getattr(ended, "user_stack", ()))
+    where = f" at {stack[-1].filename}:{stack[-1].lineno}" if stack else ""
+    text = str(getattr(ended, "reason", "")).strip()
+    return NoMatch(
+        name=name,
+        module_class=module_class,
+        node=node.name,
+        reason=f"graph break inside an MoE block: {text.splitlines()[0] if text else 'unknown'}{where}",
+        detail=text,
+    )
+
+
+def _op_name(node: fx.Node) -> str:
+    if node.op == "call_method":
+        return str(node.target)
+    if node.op == "call_function":
+        packet = getattr(node.target, "overloadpacket", node.target)
+        return str(getattr(packet, "__name__", ""))
+    return ""
+
+
+def _module_of(node: fx.Node) -> tuple[str, str]:
+    stack = node.meta.get("nn_module_stack") or {}
+    if not stack:
+        return "", ""
+    name, module_class = list(stack.values())[-1]
+    module_class = module_class if isinstance(module_class, str) else module_class.__name__
+    return str(name).removeprefix("L['self'].").removeprefix("L['self']"), module_class.split(".")[-1]
 
 
 def capture_graphs(
@@ -32,14 +247,17 @@ def capture_graphs(
         grad: trace with gradients enabled.
 
     Returns:
-        One pair for each graph; the example inputs are what a backend receives.
+        One pair for each graph; the example inputs are what a backend receives. `gm.meta["capture_ways"]` holds
+        what `taken_ways` said about it.
     """
     graphs: list[tuple[fx.GraphModule, list[Any]]] = []
 
     def record(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        gm.meta["capture_ways"] = taken_ways(gm)
         graphs.append((gm, list(example_inputs)))
         return gm.forward
 
+    install(record)
     compiled = torch.compile(target, backend=record, dynamic=dynamic, fullgraph=fullgraph)
     with torch.set_grad_enabled(grad):
         compiled(*args, **(kwargs or {}))
@@ -53,8 +271,8 @@ def capture_export(
     dynamic_shapes: Any = None,
 ) -> torch.export.ExportedProgram:
     """The ATen-level program of `module`, functional, without Inductor's decompositions."""
-    with torch.no_grad():
+    with torch.no_grad(), replaced_expert_loops():
         program = torch.export.export(
             module, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes
         )
-    return program.run_decompositions({})
+        return program.run_decompositions({})

@@ -1,0 +1,329 @@
+"""CUDA source -> checked cubin, on a machine with or without a GPU.
+
+NVRTC through `cuda.core` is used where it imports; `nvcc` is the fallback. A cubin is refused when ptxas serialised
+wgmma or ignored setmaxnreg (C7508, C7510, C7514), when it uses the stack (spills do), and, where a disassembler is
+found, when a k loop holds a gpu-wide fence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import io
+import logging
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from moe_compiler.errors import BuildError, ToolchainError
+
+log = logging.getLogger(__name__)
+
+TEMPLATES = Path(__file__).resolve().parent.parent / "templates"
+LAYER_TEMPLATE = TEMPLATES / "cuda" / "layer.cu.in"
+# ptxas: setmaxnreg ignored; wgmma serialised (function call, register allocation).
+REFUSED_WARNINGS = ("C7508", "C7510", "C7514")
+_SLOW_BUILD_S = 1.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class KernelResources:
+    """What a kernel of a cubin uses: registers a thread at entry, bytes of stack a thread."""
+
+    num_registers: int
+    stack_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CudaBinary:
+    """A cubin that passed the checks.
+
+    Attributes:
+        name: short name, for people.
+        entry: name of the kernel function.
+        cubin: the ELF image.
+        resources: of `entry`.
+        compiler: "nvrtc 13.0" or the path of nvcc.
+        log: what the compiler said.
+        seconds: wall time of the compilation.
+        disassembled: whether the k loops were looked at.
+    """
+
+    name: str
+    entry: str
+    cubin: bytes
+    resources: KernelResources
+    compiler: str
+    log: str
+    seconds: float
+    disassembled: bool
+
+
+def read_template() -> str:
+    """The text template that names the choices of a layer kernel."""
+    return LAYER_TEMPLATE.read_text()
+
+
+def find_nvcc() -> str | None:
+    """Path of nvcc: $CUDA_HOME, the PATH, the usual folder; None when there is none."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    places = [Path(home) / "bin" / "nvcc"] if home else []
+    found = shutil.which("nvcc")
+    places += [Path(found)] if found else []
+    places.append(Path("/usr/local/cuda/bin/nvcc"))
+    return next((str(path) for path in places if path.is_file()), None)
+
+
+def has_nvrtc() -> bool:
+    """Whether NVRTC can be reached through cuda.core."""
+    try:
+        return importlib.util.find_spec("cuda.core") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def find_disassembler() -> str | None:
+    """Path of nvdisasm: the PATH, next to nvcc, or an installed wheel; None when there is none."""
+    found = shutil.which("nvdisasm")
+    if found:
+        return found
+    nvcc = find_nvcc()
+    places = [Path(nvcc).resolve().parent / "nvdisasm"] if nvcc else []
+    for folder in sys.path:
+        places += sorted(Path(folder or ".").glob("nvidia/cu*/bin/nvdisasm"))
+    return next((str(path) for path in places if path.is_file()), None)
+
+
+def build(
+    name: str,
+    source: str,
+    *,
+    entry: str,
+    arch: str = "sm_90a",
+    compiler: str = "",
+    allow_stack: bool = False,
+) -> CudaBinary:
+    """Compile one translation unit and check the result.
+
+    Args:
+        name: short name, for messages.
+        source: CUDA C++; may include the headers under `templates`.
+        entry: name of the kernel function.
+        arch: target.
+        compiler: "nvrtc", "nvcc", or "" for the first that is found.
+        allow_stack: accept stack use (watchdog builds).
+
+    Raises:
+        ToolchainError: no compiler was found.
+        BuildError: the compiler failed, or the result is refused.
+    """
+    started = time.perf_counter()
+    if compiler == "nvrtc" or (not compiler and has_nvrtc()):
+        cubin, text, version = _compile_nvrtc(name, source, arch)
+    else:
+        cubin, text, version = _compile_nvcc(name, source, arch)
+    seconds = time.perf_counter() - started
+    if seconds > _SLOW_BUILD_S:
+        log.info("built %s in %.1f s with %s", name, seconds, version)
+    resources = read_resources(cubin, entry)
+    _refuse(name, text, resources, allow_stack)
+    disassembler = find_disassembler()
+    if disassembler:
+        fences = find_loop_fences(disassemble(cubin, disassembler))
+        if fences:
+            raise BuildError(
+                f"{name}: a k loop holds gpu-wide fences ({'; '.join(fences[:3])}); every wait and arrive inside the "
+                "loop must be of CTA scope"
+            )
+    return CudaBinary(
+        name=name,
+        entry=entry,
+        cubin=cubin,
+        resources=resources,
+        compiler=version,
+        log=text,
+        seconds=seconds,
+        disassembled=bool(disassembler),
+    )
+
+
+def _refuse(name: str, text: str, resources: KernelResources, allow_stack: bool) -> None:
+    for code in REFUSED_WARNINGS:
+        if code in text:
+            line = next(line for line in text.splitlines() if code in line)
+            raise BuildError(f"{name}: ptxas reported {code}, which costs most of the speed: {line.strip()}")
+    if resources.stack_bytes and not allow_stack:
+        raise BuildError(
+            f"{name}: the kernel uses {resources.stack_bytes} bytes of stack a thread (spills or an indexed array); "
+            "0 are allowed"
+        )
+
+
+def _compile_nvcc(name: str, source: str, arch: str) -> tuple[bytes, str, str]:
+    nvcc = find_nvcc()
+    if nvcc is None:
+        raise ToolchainError(
+            "building a CUDA kernel needs NVRTC (the package cuda-core, which CUDA builds of torch bring) or nvcc on "
+            "the PATH or under $CUDA_HOME; neither was found"
+        )
+    number = arch.removeprefix("sm_")
+    with tempfile.TemporaryDirectory(prefix="moeflex-") as folder:
+        path = Path(folder) / "kernel.cu"
+        path.write_text(source)
+        command = [nvcc, "-std=c++17", "-O3", "-cubin", "-Xptxas", "-v", f"-I{TEMPLATES}"]
+        command += [f"-gencode=arch=compute_{number},code=sm_{number}", str(path), "-o", f"{folder}/kernel.cubin"]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        text = result.stdout + result.stderr
+        if result.returncode:
+            raise BuildError(f"{name}: {nvcc} failed ({result.returncode}):\n{text[-4000:]}")
+        return (Path(folder) / "kernel.cubin").read_bytes(), text, nvcc
+
+
+def _compile_nvrtc(name: str, source: str, arch: str) -> tuple[bytes, str, str]:
+    try:
+        from cuda.core import Program, ProgramOptions
+    except ImportError:
+        try:
+            from cuda.core.experimental import Program, ProgramOptions
+        except ImportError as error:
+            raise ToolchainError(f"cuda.core was found but does not import ({error}); install it or nvcc") from error
+    options = ProgramOptions(
+        name=f"{name}.cu",
+        arch=arch,
+        std="c++17",
+        include_path=[str(TEMPLATES)],
+        ptxas_options=["-v", "-O3"],
+    )
+    text = io.StringIO()
+    try:
+        program = Program(source, "c++", options)
+        code = program.compile("cubin", logs=text).code
+    except Exception as error:
+        raise BuildError(f"{name}: NVRTC failed: {error}\n{text.getvalue()[-4000:]}") from error
+    return bytes(code), text.getvalue(), "nvrtc"
+
+
+# ---- what the cubin says of itself -----------------------------------------------------------------------------------
+
+_ATTRIBUTE_FRAME_SIZE, _ATTRIBUTE_MIN_STACK, _ATTRIBUTE_REGISTERS = 0x11, 0x12, 0x2F
+
+
+def _sections(cubin: bytes) -> dict[str, tuple[int, int]]:
+    """Section name -> (offset, bytes) of a 64-bit little-endian ELF image."""
+    if cubin[:5] != b"\x7fELF\x02":
+        raise BuildError("the compiler's output is no 64-bit ELF image; a cubin was asked for")
+    table, entry_bytes, count, names_idx = struct.unpack_from("<40xQ10xHHH", cubin, 0)
+    headers = [struct.unpack_from("<IIQQQQ", cubin, table + i * entry_bytes) for i in range(count)]
+    names_offset = headers[names_idx][4]
+
+    def name_of(offset: int) -> str:
+        start = names_offset + offset
+        return cubin[start : cubin.index(b"\0", start)].decode()
+
+    return {name_of(header[0]): (header[4], header[5]) for header in headers}
+
+
+def _attributes(blob: bytes) -> Iterator[tuple[int, bytes]]:
+    """(attribute, payload) of an .nv.info section."""
+    at = 0
+    while at + 4 <= len(blob):
+        kind, attribute, size = struct.unpack_from("<BBH", blob, at)
+        at += 4
+        if kind == 4:
+            yield attribute, blob[at : at + size]
+            at += size
+
+
+def read_resources(cubin: bytes, entry: str) -> KernelResources:
+    """Registers and stack of `entry`, read from the ELF image, so that every compiler is judged alike.
+
+    Raises:
+        BuildError: the image is no cubin, or has no such kernel.
+    """
+    sections = _sections(cubin)
+    if f".text.{entry}" not in sections:
+        raise BuildError(f"the cubin has no kernel {entry}; it has {sorted(n for n in sections if '.text.' in n)}")
+    offset, size = sections[".nv.info"]
+    registers = stack = 0
+    for attribute, payload in _attributes(cubin[offset : offset + size]):
+        if len(payload) != 8:
+            continue
+        value = struct.unpack("<II", payload)[1]
+        if attribute == _ATTRIBUTE_REGISTERS:
+            registers = max(registers, value)
+        elif attribute in (_ATTRIBUTE_FRAME_SIZE, _ATTRIBUTE_MIN_STACK):
+            stack = max(stack, value)
+    return KernelResources(num_registers=registers, stack_bytes=stack)
+
+
+def disassemble(cubin: bytes, disassembler: str) -> str:
+    """SASS of a cubin."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        result = subprocess.run([disassembler, "-hex", file.name], capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise BuildError(f"{disassembler} failed: {result.stderr[-1000:]}")
+    return result.stdout
+
+
+_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+((?:@!?U?P\d+\s+)?[A-Z][^;]*);")
+_LABEL = re.compile(r"^(\.L_x_\d+):")
+_BRANCH = re.compile(r"\bBRA(?:\.\S+)?\s.*?`\((\.L_x_\d+)\)")
+_GPU_FENCE = re.compile(r"MEMBAR\.\S*(?:GPU|SYS)|CCTL\.IVALL")
+
+
+def find_loop_fences(sass: str) -> list[str]:
+    """Gpu-wide fences in innermost loops that multiply (HGMMA) or load (UTMALDG); empty means none."""
+    code, labels = _parse(sass)
+    loops = _natural_loops(code, labels)
+    working = [
+        body for body in loops.values() if any("HGMMA" in code[i] or "UTMALDG" in code[i] for i in body)
+    ]
+    inner = [body for body in working if not any(other < body for other in working)]
+    return [code[i] for body in inner for i in sorted(body) if _GPU_FENCE.search(code[i])]
+
+
+def _parse(sass: str) -> tuple[list[str], dict[str, int]]:
+    """Instructions in order, and label -> position of the instruction that follows it."""
+    code: list[str] = []
+    labels: dict[str, int] = {}
+    for line in sass.splitlines():
+        label = _LABEL.match(line.strip())
+        if label:
+            labels[label.group(1)] = len(code)
+        instruction = _INSTRUCTION.search(line)
+        if instruction:
+            code.append(instruction.group(2).strip())
+    return code, labels
+
+
+def _natural_loops(code: list[str], labels: dict[str, int]) -> dict[int, set[int]]:
+    """Loop header -> positions of its body: what reaches a backward branch without passing the header."""
+    predecessors: dict[int, list[int]] = {i: [] for i in range(len(code))}
+    back_edges = []
+    for i, text in enumerate(code):
+        branch = _BRANCH.search(text)
+        target = labels.get(branch.group(1)) if branch else None
+        if target is not None and target < len(code):
+            predecessors[target].append(i)
+            if target <= i:
+                back_edges.append((i, target))
+        if i + 1 < len(code) and not re.match(r"(BRA|EXIT|RET)\b", text):
+            predecessors[i + 1].append(i)
+    loops: dict[int, set[int]] = {}
+    for tail, header in back_edges:
+        body, todo = loops.setdefault(header, {header}), [tail]
+        while todo:
+            at = todo.pop()
+            if at not in body:
+                body.add(at)
+                todo += predecessors[at]
+    return loops

@@ -1,0 +1,398 @@
+"""One MoE layer on one Hopper GPU: tensor maps, workspace, launch.
+
+The hot path allocates nothing but the result, never synchronises and can be captured in a CUDA graph. A layer holds one
+workspace, so two launches of it may not overlap on different streams.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from moe_compiler.errors import PlanError
+from moe_compiler.ir import ExpertSpec, GateLayout, MoEPlan, Orientation
+from moe_compiler.runtime.cuda_driver import Kernel, TensorMap
+
+_TORCH_DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "int64": torch.int64,
+    "int32": torch.int32,
+}
+_ALIGNMENT_BYTES = 1024
+
+
+class KernelConfig(Protocol):
+    """What the launch reads of `codegen.cuda.CudaConfig`."""
+
+    @property
+    def kernel(self) -> str: ...  # noqa: D102
+    @property
+    def dtype(self) -> str: ...  # noqa: D102
+    @property
+    def out_dtype(self) -> str: ...  # noqa: D102
+    @property
+    def weight_dtype(self) -> str: ...  # noqa: D102
+    @property
+    def index_dtype(self) -> str: ...  # noqa: D102
+    @property
+    def w13_mn_major(self) -> bool: ...  # noqa: D102
+    @property
+    def w2_mn_major(self) -> bool: ...  # noqa: D102
+    @property
+    def num_threads(self) -> int: ...  # noqa: D102
+    @property
+    def block_m(self) -> int: ...  # noqa: D102
+    @property
+    def num_slabs(self) -> int: ...  # noqa: D102
+    @property
+    def max_routes(self) -> int: ...  # noqa: D102
+    @property
+    def max_tiles(self) -> int: ...  # noqa: D102
+
+
+class LayerArgs(ctypes.Structure):
+    """The same bytes as `moeflex::LayerArgs` in templates/cuda/layer_args.cuh."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_int)
+            for name in (
+                "num_tokens",
+                "top_k",
+                "num_experts",
+                "hidden",
+                "intermediate",
+                "chunk_row_tiles",
+                "up_first",
+                "bias13_stride",
+                "bias13_expert_stride",
+            )
+        ),
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                "x",
+                "ids",
+                "weights",
+                "bias_gate",
+                "bias_up",
+                "bias_down",
+                "out",
+                "h",
+                "y",
+                "control",
+                "routes",
+            )
+        ),
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Workspace:
+    """Bytes of each part of a layer's workspace, for up to `num_tokens` tokens.
+
+    Attributes:
+        control_bytes: counters; zero before the first launch, and the kernel leaves them at zero.
+        routes_bytes: route tables.
+        h_bytes, y_bytes: activations and rows of the down projection.
+        num_rows: rows of h and y.
+    """
+
+    control_bytes: int
+    routes_bytes: int
+    h_bytes: int
+    y_bytes: int
+    num_rows: int
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Bytes of control, routes, h, y, each rounded up to the alignment."""
+        sizes = (self.control_bytes, self.routes_bytes, self.h_bytes, self.y_bytes)
+        return tuple(-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in sizes)
+
+    @property
+    def num_bytes(self) -> int:
+        """All of it."""
+        return sum(self.parts)
+
+
+def plan_workspace(config: KernelConfig, plan: MoEPlan, num_tokens: int) -> Workspace:
+    """The workspace of a launch with up to `num_tokens` tokens."""
+    experts, top_k = plan.experts, plan.router.top_k
+    num_routes = num_tokens * top_k
+    if config.kernel == "prefill":
+        num_tiles = num_routes // config.block_m + min(experts.num_experts, num_routes)
+        num_rows = num_tiles * config.block_m
+        control = 128 + experts.num_experts + 2 * num_tiles
+        routes = num_routes + 2 * num_tiles + 2 * num_rows
+        y_bytes = num_rows * experts.hidden * 2
+    else:
+        num_rows = num_routes
+        control = 64 + config.max_tiles + num_tokens * -(-experts.hidden // config.block_m)
+        routes = 0
+        y_bytes = num_rows * experts.hidden * 4
+    return Workspace(
+        control_bytes=4 * control,
+        routes_bytes=4 * routes,
+        h_bytes=num_rows * experts.intermediate * 2,
+        y_bytes=y_bytes,
+        num_rows=num_rows,
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Matrix:
+    """One [rows, k] matrix an expert, in memory.
+
+    Attributes:
+        address: of element (expert 0, row 0, k 0).
+        rows, k: extent.
+        row_stride, k_stride, expert_stride: in elements; one of the first two is 1.
+        num_experts: E.
+    """
+
+    address: int
+    rows: int
+    k: int
+    row_stride: int
+    k_stride: int
+    expert_stride: int
+    num_experts: int
+
+    def tensor_map(self, dtype: str, box_rows: int, box_k: int) -> TensorMap:
+        """3-d map: [k, rows, expert] when K-major, [rows, k, expert] when MN-major (then 64 rows a box)."""
+        if self.k_stride == 1:
+            dims, stride, box = (self.k, self.rows), self.row_stride, (64, box_rows)
+        else:
+            dims, stride, box = (self.rows, self.k), self.k_stride, (64, box_k)
+        return TensorMap(
+            self.address, dtype, (*dims, self.num_experts), (2 * stride, 2 * self.expert_stride), (*box, 1)
+        )
+
+
+def _matrix(tensor: Tensor, orientation: Orientation, first_row: int, num_rows: int, row_step: int) -> Matrix:
+    """Rows first_row, first_row + row_step, ... of the stacked expert tensor `tensor`."""
+    out_in = orientation is Orientation.OUT_IN
+    row_stride, k_stride = (tensor.stride(1), tensor.stride(2)) if out_in else (tensor.stride(2), tensor.stride(1))
+    return Matrix(
+        address=tensor.data_ptr() + 2 * first_row * row_stride,
+        rows=num_rows,
+        k=tensor.shape[2] if out_in else tensor.shape[1],
+        row_stride=row_stride * row_step,
+        k_stride=k_stride,
+        expert_stride=tensor.stride(0),
+        num_experts=tensor.shape[0],
+    )
+
+
+def split_gate_up(spec: ExpertSpec, tensors: Mapping[str, Tensor]) -> tuple[Matrix, Matrix | None]:
+    """Gate and up as views of the expert tensors; up is None when not gated."""
+    orientation, rows = spec.w13_orientation, spec.intermediate
+    if spec.gate_layout is GateLayout.NONE:
+        return _matrix(tensors["w1"], orientation, 0, rows, 1), None
+    if spec.gate_layout is GateLayout.SEPARATE:
+        return _matrix(tensors["w1"], orientation, 0, rows, 1), _matrix(tensors["w3"], orientation, 0, rows, 1)
+    first, step = _halves(spec)
+    pair = [_matrix(tensors["w13"], orientation, start, rows, step) for start in first]
+    return pair[0], pair[1]
+
+
+def _halves(spec: ExpertSpec) -> tuple[tuple[int, int], int]:
+    """(first row of gate, of up), and the step from row to row, along the 2I axis."""
+    interleaved = spec.gate_layout in (GateLayout.INTERLEAVED, GateLayout.INTERLEAVED_UP_FIRST)
+    second = 1 if interleaved else spec.intermediate
+    swapped = spec.gate_layout in (GateLayout.CONCAT_UP_FIRST, GateLayout.INTERLEAVED_UP_FIRST)
+    return ((second, 0) if swapped else (0, second)), 2 if interleaved else 1
+
+
+def _slab_map(gate: Matrix, up: Matrix, dtype: str, num_slabs: int) -> TensorMap:
+    """5-d map of K-major gate and up: [k, 8 rows, gate | up, rows / 8, expert]; the lower address comes first."""
+    low, high = sorted((gate, up), key=lambda matrix: matrix.address)
+    dims = (gate.k, 8, 2, gate.rows // 8, gate.num_experts)
+    strides = (
+        2 * gate.row_stride,
+        high.address - low.address,
+        16 * gate.row_stride,
+        2 * gate.expert_stride,
+    )
+    return TensorMap(low.address, dtype, dims, strides, (64, 8, 2, 4 * num_slabs, 1))
+
+
+class CudaLayer:
+    """A loaded layer kernel bound to its expert tensors.
+
+    Args:
+        kernel: the loaded kernel.
+        config: its choices.
+        plan: the plan.
+        experts: expert tensors on the GPU, in the order of `plan.experts.tensor_roles`.
+        max_tokens: largest T of a call.
+
+    Raises:
+        PlanError: a tensor does not fit the plan, or `max_tokens` is more than the kernel's tables hold.
+    """
+
+    def __init__(
+        self, kernel: Kernel, config: KernelConfig, plan: MoEPlan, experts: Sequence[Tensor], max_tokens: int
+    ) -> None:
+        """Allocate the workspace and encode the tensor maps."""
+        if config.max_routes and max_tokens * plan.router.top_k > config.max_routes:
+            raise PlanError(
+                f"this decode kernel takes up to {config.max_routes} routes; {max_tokens} tokens of "
+                f"{plan.router.top_k} experts were asked for; use the prefill kernel"
+            )
+        self.kernel, self.config, self.plan, self.max_tokens = kernel, config, plan, max_tokens
+        device = experts[0].device
+        self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        self.workspace = plan_workspace(config, plan, max_tokens)
+        self._buffers = [torch.zeros(size, dtype=torch.uint8, device=device) for size in self.workspace.parts]
+        self._args = LayerArgs()
+        spec = plan.experts
+        self._args.top_k, self._args.num_experts = plan.router.top_k, spec.num_experts
+        self._args.hidden, self._args.intermediate = spec.hidden, spec.intermediate
+        for name, buffer in zip(("control", "routes", "h", "y"), self._buffers, strict=True):
+            setattr(self._args, name, buffer.data_ptr())
+        self._args.chunk_row_tiles = self._chunk_row_tiles()
+        self.bind(experts)
+
+    def _chunk_row_tiles(self) -> int:
+        """Row tiles of a chunk: about one wave of gate/up tiles; four where a row tile has many column tiles."""
+        width = 128 if self.plan.experts.gated else 256
+        columns = -(-self.plan.experts.intermediate // width)
+        waves = 4 if columns > 24 else 1
+        return max(1, -(-self.num_sms // columns) * waves)
+
+    def bind(self, experts: Sequence[Tensor]) -> None:
+        """Point the layer at expert tensors (again): tensor maps are encoded here and nowhere else.
+
+        Raises:
+            PlanError: a tensor has another shape, dtype or layout than the plan says.
+        """
+        spec, config = self.plan.experts, self.config
+        roles = spec.tensor_roles
+        if len(experts) != len(roles):
+            raise PlanError(f"the plan needs the expert tensors {roles}; got {len(experts)} tensors")
+        tensors = dict(zip(roles, experts, strict=True))
+        for role, tensor in tensors.items():
+            self._check_expert_tensor(role, tensor)
+        gate, up = split_gate_up(spec, tensors)
+        down = _matrix(tensors["w2"], spec.w2_orientation, 0, spec.hidden, 1)
+        self._experts = tuple(experts)
+        self._addresses = tuple(tensor.data_ptr() for tensor in experts)
+        self._args.up_first = int(up is not None and up.address < gate.address)
+        self._bind_biases(tensors)
+        maps = self._prefill_maps(gate, up, down) if config.kernel == "prefill" else self._decode_maps(gate, up, down)
+        self._maps = maps
+        pointers = [tensor_map.address for tensor_map in maps] + [ctypes.addressof(self._args)]
+        self._arguments = (ctypes.c_void_p * len(pointers))(*pointers)
+
+    def _check_expert_tensor(self, role: str, tensor: Tensor) -> None:
+        spec, dtype = self.plan.experts, _TORCH_DTYPES[self.config.dtype]
+        shape = spec.tensor_shape(role)
+        if tuple(tensor.shape) != shape or tensor.dtype is not dtype or not tensor.is_cuda:
+            raise PlanError(
+                f"{role} must be {list(shape)} {dtype} on a GPU; got {list(tensor.shape)} {tensor.dtype} on "
+                f"{tensor.device}"
+            )
+        if tensor.stride(-1) != 1 or any(2 * stride % 16 for stride in tensor.stride()[:-1]) and tensor.dim() == 3:
+            raise PlanError(
+                f"{role} must have a contiguous last axis and other strides that are multiples of 16 bytes; got "
+                f"strides {tensor.stride()}"
+            )
+        if tensor.data_ptr() % 16:
+            raise PlanError(f"{role} must start at a multiple of 16 bytes; make it contiguous or move it")
+
+    def _bind_biases(self, tensors: Mapping[str, Tensor]) -> None:
+        spec, args = self.plan.experts, self._args
+        args.bias_gate = args.bias_up = args.bias_down = None
+        args.bias13_stride, args.bias13_expert_stride = 1, spec.intermediate
+        if "b13" in tensors:
+            (gate, up), step = _halves(spec)
+            args.bias_gate, args.bias_up = (tensors["b13"].data_ptr() + 2 * first for first in (gate, up))
+            args.bias13_stride, args.bias13_expert_stride = step, tensors["b13"].stride(0)
+        elif "b1" in tensors:
+            args.bias_gate, args.bias13_expert_stride = tensors["b1"].data_ptr(), tensors["b1"].stride(0)
+            args.bias_up = tensors["b3"].data_ptr() if "b3" in tensors else None
+        if "b2" in tensors:
+            args.bias_down = tensors["b2"].data_ptr()
+
+    def _prefill_maps(self, gate: Matrix, up: Matrix | None, down: Matrix) -> list[TensorMap]:
+        spec, dtype, rows = self.plan.experts, self.config.dtype, self.workspace.num_rows
+        box_rows = 256 if up is None else 128
+        h, y = self._args.h, self._args.y
+
+        def plain(address: int, width: int, box_rows: int) -> TensorMap:
+            return TensorMap(address, dtype, (width, rows), (2 * width,), (64, box_rows))
+
+        return [
+            gate.tensor_map(dtype, box_rows, 64),
+            (up or gate).tensor_map(dtype, box_rows, 64),
+            down.tensor_map(dtype, 256, 64),
+            plain(h, spec.intermediate, 128),
+            plain(h, spec.intermediate, 64),
+            plain(y, spec.hidden, 64),
+        ]
+
+    def _decode_maps(self, gate: Matrix, up: Matrix | None, down: Matrix) -> list[TensorMap]:
+        config = self.config
+        dtype, unit_rows = config.dtype, 64 * config.num_slabs
+        if up is not None and not config.w13_mn_major:
+            slabs = _slab_map(gate, up, dtype, config.num_slabs)
+            first = [slabs, slabs]
+        else:
+            first = [matrix.tensor_map(dtype, unit_rows, 128) for matrix in (gate, up or gate)]
+        return [*first, down.tensor_map(dtype, unit_rows, 128)]
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
+        """The layer on the current stream.
+
+        Args:
+            x: [T, H] in the config's dtype, contiguous.
+            ids: [T, K] in the config's index dtype; an id outside [0, E) contributes nothing.
+            weights: [T, K] in the config's weight dtype.
+            out: [T, H] in the config's out dtype, or None to allocate it.
+
+        Returns:
+            [T, H]: `out`.
+
+        Raises:
+            PlanError: an input does not fit.
+        """
+        self._check_inputs(x, ids, weights)
+        if tuple(tensor.data_ptr() for tensor in self._experts) != self._addresses:
+            self.bind(self._experts)
+        if out is None:
+            out = torch.empty(x.shape, dtype=_TORCH_DTYPES[self.config.out_dtype], device=x.device)
+        if x.shape[0] == 0:
+            return out
+        args = self._args
+        args.num_tokens = x.shape[0]
+        args.x, args.ids, args.weights, args.out = x.data_ptr(), ids.data_ptr(), weights.data_ptr(), out.data_ptr()
+        stream = torch.cuda.current_stream(x.device).cuda_stream
+        self.kernel.launch(
+            self.num_sms, self.config.num_threads, self._arguments, stream, self.config.kernel == "prefill"
+        )
+        return out
+
+    def _check_inputs(self, x: Tensor, ids: Tensor, weights: Tensor) -> None:
+        config, num_tokens = self.config, x.shape[0]
+        wanted = (
+            ("x", x, config.dtype, (num_tokens, self.plan.experts.hidden)),
+            ("ids", ids, config.index_dtype, (num_tokens, self.plan.router.top_k)),
+            ("weights", weights, config.weight_dtype, (num_tokens, self.plan.router.top_k)),
+        )
+        for name, tensor, dtype, shape in wanted:
+            if tuple(tensor.shape) != shape or tensor.dtype is not _TORCH_DTYPES[dtype] or not tensor.is_contiguous():
+                raise PlanError(
+                    f"{name} must be contiguous {list(shape)} {dtype}; got {list(tensor.shape)} {tensor.dtype}, "
+                    f"strides {tensor.stride()}"
+                )
+        if num_tokens > self.max_tokens:
+            raise PlanError(f"this layer was prepared for up to {self.max_tokens} tokens; got {num_tokens}")
