@@ -1,10 +1,11 @@
 """Which known router a sub-graph is: found by probing, decided by running it.
 
-Three steps. *Probe*: `router_probe` records in fp64 what the router answers to designed logits. *Explain*: every
-selection rule (score, bias, groups: `router_rules`) that explains all recorded ids is paired with every normalisation
-that explains all recorded weights (`router_fit`); scale, eps and jitter are solved for, the literals of the graph
-only round them. *Prove*: the survivors must reproduce fresh random batches in fp64 and are then compared in the
-dtypes of the graph (`router_native`). Names of operations only order survivors that nothing else tells apart.
+Three steps. *Probe*: `router_probe` records in fp64 what the router answers to designed logits.
+*Explain*: every selection rule (score, bias, groups: `router_rules`) that explains all recorded
+ids is paired with every normalisation that explains all recorded weights (`router_fit`); scale,
+eps and jitter are solved for, the literals of the graph only round them. *Prove*: the survivors
+must reproduce fresh random batches in fp64 and are then compared in the dtypes of the graph
+(`router_native`). Names of operations only order survivors that nothing else tells apart.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ __all__ = [
     "match_router",
 ]
 
-# Two fp64 spellings of one function differ by less than this; two different functions by more on some probe.
+# Two fp64 spellings of one function differ by less than this; two different functions by more on
+# some probe.
 WEIGHT_TOLERANCE = 1e-9
 
 
@@ -51,8 +53,8 @@ class RouterMatch:
 
     Attributes:
         spec: the router; its `score_dtype` is the one that agrees in the dtypes of the graph.
-        exact_ids: in those dtypes too, `reference.route` selects the same experts, and its weights differ by rounding
-            only. When False the spec holds in exact arithmetic alone.
+        exact_ids: in those dtypes too, `reference.route` selects the same experts, and its weights
+            differ by rounding only. When False the spec holds in exact arithmetic alone.
         same_ties: experts with equal scores are chosen as `torch.topk` chooses them on a CPU.
         num_runs: how often the sub-graph was executed.
         max_error: largest relative error of a combine weight in fp64.
@@ -77,7 +79,8 @@ class NoMatchReason:
 def match_router(problem: RouterProblem) -> RouterMatch | NoMatchReason:
     """Recognise a router, or say why it is none that is known.
 
-    The router runs on CPU tensors. The global random state is left as it was; no gradient is recorded.
+    The router runs on CPU tensors. The global random state is left as it was; no gradient is
+    recorded.
     """
     recorder = Recorder(problem)
     on_cpu = (
@@ -120,7 +123,7 @@ def _match(problem: RouterProblem, recorder: Recorder) -> RouterMatch | NoMatchR
 def _rule_sets(
     problem: RouterProblem, seen: Sequence[Observation], explained: Sequence[RouterSpec]
 ) -> Iterator[list[RouterSpec]]:
-    """Sets of selection rules to try one after the other; the last ones only while `explained` stays empty."""
+    """Sets of selection rules to try in turn; the last one only while `explained` stays empty."""
     rules = Rules(problem, seen)
     yield rules.plain()
     yield rules.grouped(problem.int_constants)
@@ -134,7 +137,7 @@ def _explanations(
     rules: Sequence[RouterSpec],
     seen: Sequence[Observation],
 ) -> Iterator[RouterSpec]:
-    """Every spec that explains all observations `seen`, given selection rules that explain their ids."""
+    """Every spec that explains all observations, given rules that explain their ids."""
     fitted = [spec for rule in rules for spec in fit_weights(problem, rule, seen)]
     if not fitted and any(r.score is Score.IDENTITY and r.num_groups == 1 for r in rules):
         fitted = list(fit_sparsemixer(recorder))
@@ -147,7 +150,7 @@ def _explanations(
 
 
 def _error(spec: RouterSpec, observations: Sequence[Observation]) -> float:
-    """Largest relative error of the weights over all observations; inf where other experts are selected."""
+    """Largest relative error of the weights; inf where other experts are selected."""
     error = 0.0
     for observation in observations:
         assert observation.ids is not None
@@ -170,7 +173,7 @@ def _relative_error(weights: Tensor, expected: Tensor) -> float:
 
 
 def _sparsemixer_error(spec: RouterSpec, observation: Observation) -> float:
-    """As `_error`; rows with ties among the leading logits are left out, since the order of the slots counts."""
+    """As `_error`; rows with ties among the leading logits are left out: the order of slots counts."""
     assert observation.ids is not None
     leading = min(spec.top_k + 1, spec.num_experts)
     top = observation.logits.topk(leading, dim=-1).values

@@ -110,7 +110,7 @@ def fit_sparsemixer(recorder: Recorder) -> Iterator[RouterSpec]:
 
 
 def _find_threshold(recorder: Recorder) -> float | None:
-    """Gap (relative to the best logit) beyond which the runner-up no longer lowers the winner's weight."""
+    """Gap to the best logit 1.0 beyond which the runner-up does not lower the winner's weight."""
     problem = recorder.problem
     size = max(8, problem.num_tokens)
     low, high = 0.0, 0.999

@@ -1,4 +1,4 @@
-"""Compare a proven router with its sub-graph in the dtypes of the graph, where rounding makes ties."""
+"""Compare a proven router with its sub-graph in the dtypes of the graph, where scores tie."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class NativeResult:
         illegal: rows whose experts are no top-k of the spec's scores.
         wrong: rows whose weights differ by more than rounding.
         other_ties: rows with another legal choice among tied scores than `torch.topk` makes.
-        ties: rows where the spec leaves a choice. Of two specs that agree, the one with fewer ties decides more.
+        ties: rows where the spec leaves a choice. Of two specs that agree, the one with fewer ties
+            decides more.
         num_rows: rows compared.
     """
 
@@ -39,7 +40,7 @@ class NativeResult:
 
 
 def native_variants(problem: RouterProblem, spec: RouterSpec) -> Iterator[RouterSpec]:
-    """The spec with every dtype of the scores, and every fill value that exact arithmetic cannot tell apart."""
+    """The spec with every dtype of the scores and every fill that exact arithmetic cannot see."""
     low = problem.logits_dtype in (torch.bfloat16, torch.float16)
     hidden_fill = spec.num_groups > 1 and not spec.has_bias and spec.score is not Score.IDENTITY
     fills = (0.0, float("-inf")) if hidden_fill else (spec.group_fill,)
@@ -91,7 +92,8 @@ def _compare(
             ties = ties | (ranked[:, spec.top_k - 1] == ranked[:, spec.top_k])
         close = _close(problem, spec, weights, combine_weights(spec, scores, ids))
         if spec.num_groups > 1 and not spec.has_bias:
-            # A kept expert that underflows ties with the fill value; which weight a lost expert gets is open.
+            # A kept expert that underflows ties with the fill value; which weight a lost expert
+            # gets is open.
             fill = choice.gather(-1, ids) == spec.group_fill
             close |= (fill | (scores.gather(-1, ids) == 0)).any(-1)
     return illegal, ~close & ~illegal, other & ~illegal, ties
@@ -107,8 +109,8 @@ def _open_rows(spec: RouterSpec, scores: Tensor, bias: Tensor | None) -> Tensor:
 def _sparse(observation: Observation, expected_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Ids and weights [n, K] that were seen, and which rows [n] could be read.
 
-    A weight that underflows to 0 hides its expert in a dense answer: such rows take the ids that are expected, if all
-    experts that can be seen are among them.
+    A weight that underflows to 0 hides its expert in a dense answer: such rows take the ids that
+    are expected, if all experts that can be seen are among them.
     """
     if observation.ids is not None:
         return observation.ids, observation.weights, torch.ones_like(observation.ids[:, 0]) == 1

@@ -1,13 +1,16 @@
 """Run a router on designed logits and record what it does.
 
-The router is a black box here: `Recorder` executes it, in chunks of the number of tokens its graph was built for, and
-refuses a router that is random, mixes tokens, or returns something that is no routing. `precise_observations` and
-`native_observations` choose the logits; each kind of row makes one property of a router visible:
+The router is a black box here: `Recorder` executes it, in chunks of the number of tokens its graph
+was built for, and refuses a router that is random, mixes tokens, or returns something that is no
+routing. `precise_observations` and `native_observations` choose the logits; each kind of row makes
+one property of a router visible:
 
-* rows of several spreads and offsets: the score function, the normalisation, the scale, the added or clamping eps;
+* rows of several spreads and offsets: the score function, the normalisation, the scale, the added
+  or clamping eps;
 * duplicated values: how ties are treated;
 * one expert far above all others, every expert in turn: ids above 255, renumbered ids;
-* biases that are small, large, and negative enough to push all scores below zero: selection-only bias, fill values.
+* biases that are small, large, and negative enough to push all scores below zero: selection-only
+  bias, fill values.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ class SubgraphFunction(Protocol):
             precise: every float dtype of the graph is replaced by fp64.
 
         Returns:
-            ids [T', K], or None when the graph has none, and weights [T', K], or [T', E] when dense.
+            ids [T', K], or None when the graph has none, and weights [T', K], or [T', E] when
+            dense.
         """
         ...
 
@@ -48,12 +52,14 @@ class RouterProblem:
         num_experts: E.
         top_k: K.
         num_tokens: T', the number of rows `run` must be called with.
-        has_bias: a second float leaf of shape [E] exists; whether it is a selection bias is to be found out.
+        has_bias: a second float leaf of shape [E] exists; whether it is a selection bias is to be
+            found out.
         dense: the weights come as [T', E], zero where not routed.
         logits_dtype, bias_dtype, weights_dtype: dtypes in the graph.
         ops: names of the operations in graph order; they order the hypotheses and prove nothing.
         constants: float literals of the graph: candidates for eps, scale and jitter.
-        int_constants: integer literals of the graph: candidates for the number of groups and of kept groups.
+        int_constants: integer literals of the graph: candidates for the number of groups and of
+            kept groups.
     """
 
     run: SubgraphFunction
@@ -200,7 +206,8 @@ def check_repeatable(recorder: Recorder, first: Observation) -> None:
 
 
 def _same(observation: Observation, reference: Observation, order: Tensor) -> bool:
-    assert observation.ids is not None and reference.ids is not None
+    assert observation.ids is not None
+    assert reference.ids is not None
     if not torch.equal(observation.ids, reference.ids[order]):
         return False
     return bool(torch.isclose(observation.weights, reference.weights[order], rtol=1e-12).all())
@@ -249,7 +256,7 @@ def _precise_rows(num_rows: int, num_experts: int, generator: torch.Generator) -
 
 
 def _with_winners(rows: Tensor, numbers: Tensor, num_experts: int) -> Tensor:
-    """One expert far above the others; from row to row it walks over all experts, the last ones first."""
+    """One expert far above the others; it walks over all experts, the last ones first."""
     winner = (num_experts - 1 - numbers // 8 * max(1, num_experts // 12)) % num_experts
     return rows.scatter_add(-1, winner.unsqueeze(-1), torch.full_like(rows[:, :1], 20.0))
 
@@ -272,7 +279,8 @@ def native_observations(recorder: Recorder, seed: int) -> list[Observation]:
     if not problem.has_bias:
         return [recorder.observe_native(logits, None)]
     noise = torch.randn(2, problem.num_experts, generator=generator)
-    # The second bias is coarse: ties of score plus bias where a lower precision rounds them together.
+    # The second bias is coarse: ties of score plus bias where a lower precision rounds them
+    # together.
     biases = (0.1 * noise[0], (0.5 + 1e-4 * (noise[1] * 4).round()))
     half = num_rows // 2
     return [

@@ -22,10 +22,9 @@ def explain_selection(problem: RouterProblem, seen: Sequence[Observation]) -> st
         return f"the router selects the {top_k} logits of largest magnitude, not the largest logits"
     if _renumbered(logits, ids, problem):
         return "the expert ids are renumbered after the top-k"
-    also = ", with or without the bias," if problem.has_bias else ""
     return (
-        f"the selected experts are not the top {top_k} of identity, softmax, sigmoid or sqrtsoftplus scores"
-        f"{also} nor of any group limit on them"
+        f"the selected experts are not the top {top_k} of identity, softmax, sigmoid or "
+        f"sqrtsoftplus scores{' plus bias' if problem.has_bias else ''}, with or without group limits"
     )
 
 
@@ -37,7 +36,7 @@ def _selects(choice: Tensor, ids: Tensor, top_k: int) -> bool:
 
 
 def _renumbered(logits: Tensor, ids: Tensor, problem: RouterProblem) -> bool:
-    """Whether one fixed map of expert numbers turns the top-k of the logits into ids, on rows without ties."""
+    """Whether one fixed map of expert numbers turns the top-k of the logits into ids."""
     ranked = logits.sort(-1, descending=True)
     clear = (ranked.values.diff(dim=-1) != 0).all(-1)
     top = ranked.indices[clear, : problem.top_k]
@@ -56,21 +55,24 @@ def explain_weights(
 ) -> str:
     """Why no normalisation explains the recorded weights although a rule explains the ids."""
     if recorder.problem.has_bias and _bias_changes_weights(recorder, seen[0]):
-        return "the tensor [E] beside the logits changes the combine weights, not only the selection"
+        return (
+            "the tensor [E] beside the logits changes the combine weights, not only the selection"
+        )
     norms = [torch.linalg.vector_norm(o.weights, dim=-1) for o in seen]
     length = torch.cat(norms)
     if recorder.problem.top_k > 1 and bool((length / length[0] - 1).abs().max() < 1e-9):
         return "combine weights are normalised to a constant 2-norm, not to a constant sum"
     kinds = " or ".join(sorted({rule.kind for rule in rules}))
     return (
-        f"experts are selected as by {kinds}, but the combine weights are no known function of the scores "
-        "(none, sum, softmax, sigmoid; scale, eps)"
+        f"experts are selected as by {kinds}, but the combine weights are no known function of the "
+        "scores (normalised by nothing, sum, softmax or sigmoid; times a constant)"
     )
 
 
 def _bias_changes_weights(recorder: Recorder, first: Observation) -> bool:
-    """Whether a small change of the second tensor changes weights of rows that keep their experts."""
-    assert first.bias is not None and first.ids is not None
+    """Whether a small change of the second tensor changes weights where the ids stay."""
+    assert first.bias is not None
+    assert first.ids is not None
     try:
         other = recorder.observe(first.logits, first.bias * (1 + 1e-4))
     except RefusedError:

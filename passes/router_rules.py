@@ -15,8 +15,8 @@ from moe_compiler.reference import group_scores, score_logits, selection_scores
 # Two spellings of one score differ by less in fp64; smaller differences count as ties.
 TIE_TOLERANCE = 1e-11
 SCORES = (Score.SOFTMAX, Score.SIGMOID, Score.SQRTSOFTPLUS, Score.IDENTITY)
-# Rows on which group limits are guessed, and the share of them that has to agree: a fill of 0.0 lets experts of lost
-# groups win where the scores are negative.
+# Rows on which group limits are guessed, and the share of them that has to agree: a fill of 0.0
+# lets experts of lost groups win where the scores are negative.
 _GUESS_ROWS = slice(0, 32)
 _GUESS_SHARE = 0.6
 
@@ -86,7 +86,7 @@ class Rules:
                     yield dataclasses.replace(limited, top_k_groups=kept, group_fill=fill)
 
     def _kept_groups(self, rule: RouterSpec, numbers: set[int] | None) -> list[int]:
-        """How many groups may stay: all that are used, none that holds a better expert which was not used."""
+        """Possible numbers of kept groups: all used ones, none with a better expert left unused."""
         first, num_groups = self._observations[0], rule.num_groups
         assert first.ids is not None
         ids, size = first.ids[_GUESS_ROWS], rule.num_experts // num_groups
@@ -115,7 +115,7 @@ class Rules:
 def legal_rows(
     rule: RouterSpec, scores: Tensor, observation: Observation, rows: slice = slice(None)
 ) -> Tensor:
-    """Which rows [n] a rule explains: the ids are a top-k, or the tie of two groups leaves it open."""
+    """Which rows [n] a rule explains: the ids are a top-k, or tied groups leave it open."""
     assert observation.ids is not None
     bias = observation.bias if rule.has_bias else None
     choice = selection_scores(rule, scores, bias)
