@@ -1,6 +1,7 @@
 """moeflex: a `torch.compile` backend for Mixture-of-Experts models.
 
-`torch.compile(model, backend="moeflex")` is all that is needed; nothing has to be imported for it. From here come, by
+`torch.compile(model, backend="moeflex")` is all that is needed; nothing has to be imported for it.
+From here come, by
 attribute and only then imported: `moeflex` (the backend), `analyse`, `last_report` and `reports`.
 """
 
@@ -11,7 +12,8 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-# Importing this package must stay cheap: torch imports it to list its backends and to read TORCH_LOGS.
+# Importing this package must stay cheap: torch imports it to list its backends and to read
+# TORCH_LOGS.
 _LAZY = {
     "moeflex": "moe_compiler.backend",
     "analyse": "moe_compiler.pipeline",

@@ -4,9 +4,9 @@
 torch.compile(model, backend="moeflex")
     capture    runtime/capture.py        a model's MoE block arrives in one graph
     options    options.py, settings.py   checked and frozen
-    match      passes/match_moe.py       FX graph -> MoERegion (ir.py), each proven against reference.py
+    match      passes/match_moe.py       FX graph -> MoERegion (ir.py), proven with reference.py
     plan       placement.py              MoERegion -> MoEPlan and its target
-    build      runtime/cpu_target.py     codegen/ and templates/ -> source text -> compiled library, in the background
+    build      runtime/cpu_target.py     codegen/, templates/ -> source -> library, in background
     replace    passes/replace.py         moeflex::moe_layer (runtime/op.py) goes into the graph
     inductor   torch._inductor           compiles the rest
     report     report.py                 what was done, for `moeflex inspect`, dumps and logs
@@ -56,7 +56,7 @@ def moeflex(
 
 
 def _install_capture() -> None:
-    """Let whole MoE blocks arrive in one graph, in every trace that dynamo makes for this backend."""
+    """Let whole MoE blocks arrive in one graph, in every trace made for this backend."""
     if "capture" not in settings.get().disable and "all" not in settings.get().disable:
         capture.install(moeflex)
 

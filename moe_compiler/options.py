@@ -1,6 +1,7 @@
 """What a user may write into `torch.compile(..., options={...})`, checked and frozen.
 
-Our own names are the fields of `Options`; every other name must be a key of Inductor's configuration and is passed on.
+Our own names are the fields of `Options`; every other name must be a key of Inductor's
+configuration and is passed on.
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ class Options:
 
     Attributes:
         strict: raise where a candidate block would be left to Inductor, or a build fails.
-        batch_invariant: a token's result may not depend on which other tokens are in the batch, bit for bit.
-        absorb_router: "auto" computes the router inside the op where it was proven, "never" leaves it in the graph.
+        batch_invariant: a token's result may not depend on which other tokens are in the batch, bit
+            for bit.
+        absorb_router: "auto" computes the router inside the op where it was proven, "never" leaves
+            it in the graph.
         dump_dir: one folder per compiled graph is written there; "" for none.
         disable: stages that are skipped, in the order of the stages.
-        mode: Inductor's mode, "" for its default. torch.compile refuses `mode=` beside `options=`; this one it takes.
+        mode: Inductor's mode, "" for its default. torch.compile refuses `mode=` beside `options=`;
+            this one it takes.
         inductor: keys of Inductor's configuration with their values, sorted by key.
     """
 
@@ -41,7 +45,7 @@ class Options:
     @property
     def cache_tag(self) -> str:
         """The part of these options that a cached graph depends on, as text."""
-        return f"batch_invariant={self.batch_invariant};absorb={self.absorb_router};disable={self.disable}"
+        return f"{self.batch_invariant=};{self.absorb_router=};{self.disable=}"
 
 
 OPTION_NAMES: tuple[str, ...] = tuple(
@@ -64,7 +68,8 @@ def resolve(
         stages: the names of the stages.
 
     Raises:
-        OptionError: an unknown name (with its near misses), or a value of the wrong type or outside of its choices.
+        OptionError: an unknown name (with its near misses), or a value of the wrong type or outside
+            of its choices.
     """
     given = dict(options or {})
     if mode and given.get("mode", mode) != mode:
@@ -110,10 +115,12 @@ def _stages(given: Any, default: tuple[str, ...], stages: Sequence[str]) -> tupl
     if not isinstance(names, (tuple, list)) or not all(isinstance(n, str) for n in names):
         raise OptionError(f"{source} takes a tuple of names of stages; got {names!r}")
     if "all" in names:
-        names = [name for name in stages if name != "inductor" and (given is None or name != "capture")]
+        names = [
+            name for name in stages if name != "inductor" and (given is None or name != "capture")
+        ]
     if given is not None and "capture" in names:
         raise OptionError(
-            "the stage 'capture' acts before options are known; disable it with MOEFLEX_DISABLE=capture"
+            "the stage 'capture' acts before options are known; set MOEFLEX_DISABLE=capture"
         )
     for name in names:
         if name not in stages:

@@ -1,28 +1,31 @@
 """The stages that a graph passes, in order, and what each one may do to it.
 
-A stage that fails never breaks the user's model: its traceback is logged and the graph goes to Inductor as it came.
-Under `strict` the error is raised instead.
+A stage that fails never breaks the user's model: its traceback is logged and the graph goes to
+Inductor as it came. Under `strict` the error is raised instead.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import hashlib
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
+from moe_compiler import inductor
 from moe_compiler import report as report_module
-from moe_compiler.errors import BuildError, NoMatchError
+from moe_compiler.errors import BuildError, NoMatchError, ToolchainError
 from moe_compiler.ir import MoERegion, NoMatch
-from moe_compiler.options import Options, inductor_patches
-from moe_compiler.placement import PLAIN, Builds, Placement, device_type_of, place
+from moe_compiler.options import Options
+from moe_compiler.placement import (
+    Builds,
+    Placement,
+    device_type_of,
+    place,
+    warn_no_compiler,
+)
 from moe_compiler.report import GraphReport, clear, last_report, reports
 
 __all__ = ["STAGES", "GraphReport", "analyse", "clear", "last_report", "reports", "run"]
@@ -31,7 +34,7 @@ log = logging.getLogger(__name__)
 
 # The one list of the stages; dumps, logs, reports and MOEFLEX_DISABLE use these names.
 STAGES: tuple[str, ...] = (
-    "capture",  # before the graph exists: let whole blocks arrive in it (off by MOEFLEX_DISABLE only)
+    "capture",  # let whole blocks arrive in one graph (off by MOEFLEX_DISABLE only)
     "match",  # find MoE blocks and prove them
     "plan",  # choose the target of each block
     "build",  # start the compilers that the targets need, in the background
@@ -39,11 +42,22 @@ STAGES: tuple[str, ...] = (
     "inductor",  # compile the rest; then wait for the builds
 )
 
-# A graph without one of these can hold no MoE block, so that nothing of the passes is even imported for it: routing
-# selects (first row), and experts given their routes from outside contract, gather or scatter (second row).
+# A graph without one of these can hold no MoE block, so that nothing of the passes is even imported
+# for it: routing selects (first row), and experts given their routes from outside contract, gather
+# or scatter (second row).
 _ROUTING = frozenset(("topk", "max", "argmax", "sort", "argsort", "kthvalue", "one_hot"))
 _EXPERTS = frozenset(
-    ("grouped_mm", "_grouped_mm", "bmm", "baddbmm", "einsum", "index_add", "index_add_", "scatter_add", "scatter_add_")
+    (
+        "grouped_mm",
+        "_grouped_mm",
+        "bmm",
+        "baddbmm",
+        "einsum",
+        "index_add",
+        "index_add_",
+        "scatter_add",
+        "scatter_add_",
+    )
 )
 
 
@@ -72,7 +86,7 @@ def run(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> 
 
 
 def analyse(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> GraphReport:
-    """Find and prove the MoE blocks of a graph and choose their targets, without editing or compiling it."""
+    """Find and prove the MoE blocks of a graph and choose their targets; edit nothing."""
     work = _Work(gm, example_inputs, options)
     work.capture()
     work.match()
@@ -83,9 +97,7 @@ def analyse(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options)
 class _Work:
     """One graph on its way through the stages."""
 
-    def __init__(
-        self, gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
-    ) -> None:
+    def __init__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> None:
         self.gm = gm
         self.example_inputs = example_inputs
         self.options = options
@@ -126,7 +138,9 @@ class _Work:
             _log_failure(name, error)
             self.give_back(f"the stage '{name}' failed: {type(error).__name__}: {error}")
         finally:
-            self.stage_seconds[name] = self.stage_seconds.get(name, 0.0) + time.perf_counter() - start
+            self.stage_seconds[name] = (
+                self.stage_seconds.get(name, 0.0) + time.perf_counter() - start
+            )
 
     def skips(self, name: str) -> bool:
         return name in self.options.disable
@@ -186,7 +200,9 @@ class _Work:
                 if not placement.target
             ]
         for region, placement in zip(self.regions, self.placements, strict=True):
-            log.info("%s: %s -> %s", region.name or "MoE block", region.router.kind, placement.title)
+            log.info(
+                "%s: %s -> %s", region.name or "MoE block", region.router.kind, placement.title
+            )
             log.debug("plan %s", placement.plan.key if placement.plan else None)
         return self._check_strict()
 
@@ -205,7 +221,10 @@ class _Work:
             self.builds = Builds(self.regions, self.placements)
 
     def replace(self) -> None:
-        chosen = [(m, p) for m, p in zip(self.matches, self.placements) if p.plan is not None]
+        pairs = zip(
+            self.matches, self.placements, strict=False
+        )  # no placements without a plan stage
+        chosen = [(match, placement) for match, placement in pairs if placement.plan is not None]
         if not chosen:
             return
         if self.skips("replace"):
@@ -254,7 +273,9 @@ class _Work:
         except BuildError as error:
             if self.options.strict:
                 raise
-            log.warning("the CPU target could not be built; its MoE blocks go to Inductor. %s", error)
+            log.warning(
+                "the CPU target could not be built; its MoE blocks go to Inductor. %s", error
+            )
             self.give_back(f"build failed: {error}")
             return self._compile()
         finally:
@@ -264,28 +285,11 @@ class _Work:
     def _compile(self) -> Callable[..., Any]:
         if self.skips("inductor"):
             return self.gm.forward
-        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-
-        patches = inductor_patches(self.options) or None
-        tag = _cache_tag(self.options) if any(p.target for p in self.placements) else None
-        inner = compile_fx_inner
+        holds_op = any(placement.target for placement in self.placements)
         try:
-            with contextlib.ExitStack() as stack:
-                if tag is not None:
-                    stack.enter_context(tag)
-                    # The backward graph may be compiled later, when this frame is gone.
-                    inner = tag(inner)
-                return compile_fx(
-                    self.gm, list(self.example_inputs), inner_compile=inner, config_patches=patches
-                )
-        except Exception as error:
-            if not _is_missing_compiler(error):
-                raise
-            log.warning(
-                "Inductor found no C++ compiler, so this graph runs as plain torch, uncompiled (%s). "
-                "Install one (Debian/Ubuntu: apt-get install g++), or set CXX to one.",
-                error,
-            )
+            return inductor.compile_graph(self.gm, self.example_inputs, self.options, holds_op)
+        except ToolchainError as error:
+            warn_no_compiler(str(error))
             self.notes.append("no C++ compiler: the graph runs as plain torch")
             return self.gm.forward
 
@@ -309,60 +313,19 @@ def _name(target: Any) -> str:
 
 def _copy_graph(graph: fx.Graph) -> fx.Graph:
     """A copy with the same names and metadata."""
-    copy = fx.Graph()
-    copy._codegen = graph._codegen
-    output = copy.graph_copy(graph, {}, return_output_node=True)
-    assert output is not None
-    value, old = output
-    copy.output(value).meta.update(old.meta)
-    return copy
-
-
-def _cache_tag(options: Options) -> Any:
-    """The patch that lets Inductor's caches see our sources and options, or None on a torch without that setting.
-
-    The plan of every op is in the graph, and the op is called by name; so this covers what a plan cannot say: a change
-    of how passes edit a graph, and of the op's schema.
-    """
-    from torch.compiler import config
-
-    if not hasattr(config, "cache_key_tag"):
-        return None
-    tag = f"{config.cache_key_tag}moeflex:{source_digest()}:{options.cache_tag}"
-    return config.patch(cache_key_tag=tag)
-
-
-@functools.cache
-def source_digest() -> str:
-    """SHA-256 of every source file of the package, as 16 hex digits."""
-    digest = hashlib.sha256()
-    base = os.path.dirname(os.path.abspath(__file__))
-    for folder, subfolders, files in os.walk(base, followlinks=True):
-        subfolders[:] = sorted(name for name in subfolders if name != "__pycache__")
-        for name in sorted(files):
-            path = os.path.join(folder, name)
-            digest.update(os.path.relpath(path, base).encode())
-            with open(path, "rb") as file:
-                digest.update(file.read())
-    return digest.hexdigest()[:16]
-
-
-def _is_missing_compiler(error: BaseException | None) -> bool:
-    from torch._inductor import exc
-
-    kind = getattr(exc, "InvalidCxxCompiler", None)
-    while kind is not None and error is not None:
-        if isinstance(error, kind) or isinstance(getattr(error, "inner_exception", None), kind):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    copied = fx.Graph()
+    copied._codegen = graph._codegen
+    output: Any = copied.graph_copy(graph, {}, return_output_node=True)
+    value, old_output = output
+    copied.output(value).meta.update(old_output.meta)
+    return copied
 
 
 _logged_failures: set[tuple[str, str]] = set()
 
 
 def _log_failure(stage: str, error: Exception) -> None:
-    """Log a failed stage: with its traceback the first time, in one line when the same happens again."""
+    """Log a failed stage: with its traceback the first time, in one line after that."""
     key = (stage, f"{type(error).__name__}: {error}")
     first = key not in _logged_failures
     _logged_failures.add(key)

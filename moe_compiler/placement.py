@@ -2,16 +2,17 @@
 
 The policy, by the device of the region's tensors:
 
-* CPU with a C++ compiler: the compiled target, where it takes the plan; else Inductor, with the target's reason.
-* CPU without one: the op in plain torch. Inductor has no compiler then either, so the whole graph runs as plain torch,
-  and the sorted loop of the op is as fast as the other spellings there, and far faster than gathered weights.
+* CPU with a C++ compiler: the compiled target, where it takes the plan; else Inductor, with the
+  target's reason.
+* CPU without one: the op in plain torch. Inductor has no compiler then either, so the whole graph
+  runs as plain torch, and the sorted loop of the op is as fast as the other spellings there, and
+  far faster than gathered weights.
 * any other device: Inductor. This version has no target for it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 from collections.abc import Iterable, Sequence
 
@@ -51,10 +52,10 @@ class Placement:
 
 
 def plans_for(region: MoERegion, options: Options) -> list[MoEPlan]:
-    """The plans that compute a region, best first: router inside the op, then ids and weights as inputs.
+    """The plans that compute a region, best first: router inside the op, then outside.
 
-    The router stays in the graph where its ids, weights or scores are used elsewhere: they exist then in any case, and
-    what the layer uses is exactly what the model recorded.
+    The router stays in the graph where its ids, weights or scores are used elsewhere: they exist
+        then in any case, and what the layer uses is exactly what the model recorded.
     """
     external = MoEPlan(
         router=RouterSpec(
@@ -104,7 +105,7 @@ def _weight_dtypes(region: MoERegion) -> tuple[str, ...]:
 
 
 def cpu_compiler_missing() -> str:
-    """Why the CPU target cannot be built on this machine, or ""; a reason is logged once as a warning."""
+    """Why the CPU target cannot be built here, or ""; a reason is logged once as a warning."""
     try:
         from moe_compiler.runtime import cpu_target
     except ImportError as error:
@@ -112,17 +113,24 @@ def cpu_compiler_missing() -> str:
     else:
         reason = cpu_target.unavailable() or ""
     if reason:
-        _warn_once(reason)
+        warn_no_compiler(reason)
     return reason
 
 
-@functools.cache
-def _warn_once(reason: str) -> None:
-    log.warning(
-        "MoE blocks on the CPU run in plain torch, several times slower than compiled: %s. "
-        "Install a C++ compiler (Debian/Ubuntu: apt-get install g++), or set CXX to one.",
-        reason,
-    )
+_warned = False
+
+
+def warn_no_compiler(reason: str) -> None:
+    """Say once in this process that compiled code is out of reach."""
+    global _warned
+    if not _warned:
+        log.warning(
+            "no usable C++ compiler: on the CPU, MoE blocks and what Inductor would generate run "
+            "in plain torch, several times slower. Install one (Debian/Ubuntu: apt-get install "
+            "g++), or set CXX to one. (%s)",
+            reason,
+        )
+    _warned = True
 
 
 class Builds:
@@ -158,7 +166,7 @@ class Builds:
 
 
 def device_type_of(nodes: Iterable[fx.Node]) -> str:
-    """The device type of the tensors that these nodes stand for; "" when they are on several kinds of device."""
+    """The device type of the tensors of these nodes; "" when there is more than one."""
     values = [node.meta.get("example_value", node.meta.get("val")) for node in nodes]
     kinds = {value.device.type for value in values if isinstance(value, torch.Tensor)}
     return kinds.pop() if len(kinds) == 1 else ""

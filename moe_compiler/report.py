@@ -31,9 +31,10 @@ class GraphReport:
 
     Attributes:
         regions: the proven MoE blocks, in graph order.
-        placements: for each region, what computes it: "cpu", "plain torch", "inductor: <reason>"; empty where the
-            graph was only analysed.
-        refused: candidates that were left alone, and regions that no target takes, with their reasons.
+        placements: for each region, what computes it: "cpu", "plain torch", "inductor: <reason>";
+            empty where the graph was only analysed.
+        refused: candidates that were left alone, and regions that no target takes, with their
+            reasons.
         num_nodes: nodes of the graph as it came.
         stage_seconds: pairs (stage, wall seconds).
         notes: what else the user should know, one sentence each.
@@ -64,7 +65,7 @@ def record(report: GraphReport) -> None:
 
 
 def reports() -> tuple[GraphReport, ...]:
-    """The reports of the graphs compiled since the last `torch._dynamo.reset()`, oldest first; at most 256."""
+    """Reports since the last `torch._dynamo.reset()`, oldest first; at most 256."""
     with _lock:
         return tuple(_reports)
 
@@ -82,7 +83,7 @@ def clear() -> None:
 
 
 def new_dump_folder(dump_dir: str) -> str:
-    """Create and return the folder of the next graph; "" when there is none, or it cannot be written."""
+    """Create and return the folder of the next graph; "" when it is not wanted or fails."""
     if not dump_dir:
         return ""
     folder = os.path.join(dump_dir, f"graph-{os.getpid()}-{next(_dump_numbers):03d}")
@@ -95,7 +96,7 @@ def new_dump_folder(dump_dir: str) -> str:
 
 
 def show_graph(gm: fx.GraphModule, when: str, folder: str) -> None:
-    """Make a graph visible: `<folder>/<when>.py`, and the artifact `moeflex_<when>` of a structured trace."""
+    """Make a graph visible: `<folder>/<when>.py`, and `moeflex_<when>` in a structured trace."""
     _trace(f"moeflex_{when}", "string", lambda: readable(gm))
     if folder:
         _write(os.path.join(folder, f"{when}.py"), readable(gm))

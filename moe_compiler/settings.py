@@ -1,7 +1,7 @@
 """The environment switches, parsed once into a frozen `Settings`.
 
-`SWITCHES` is the one table of their names; the README's table is generated from it. An option given to `torch.compile`
-wins over the switch of the same meaning.
+`SWITCHES` is the one table of their names; the README's table is generated from it. An option given
+to `torch.compile` wins over the switch of the same meaning.
 """
 
 from __future__ import annotations

@@ -2,16 +2,17 @@
 
 ```
 moeflex::moe_layer(Tensor x, Tensor[] router, Tensor[] experts, str plan) -> Tensor
-moeflex::moe_layer_backward(Tensor grad, Tensor x, Tensor[] router, Tensor[] experts, str plan, bool[] mask) -> Tensor[]
+moeflex::moe_layer_backward(Tensor grad, Tensor x, Tensor[] router, Tensor[] experts, str plan,
+                            bool[] mask) -> Tensor[]
 ```
 
-`plan` is `MoEPlan.key`. x [..., H]; the result is [T, H], T being the product of the leading axes of x. The tensors of
-`router` and `experts` are those of `moe_compiler.reference.moe_layer`. `mask` has one flag for each of
-`[x, *router, *experts]`, and the result one gradient for each true flag.
+`plan` is `MoEPlan.key`. x [..., H]; the result is [T, H], T being the product of the leading axes
+of x. The tensors of `router` and `experts` are those of `moe_compiler.reference.moe_layer`. `mask`
+has one flag for each of `[x, *router, *experts]`, and the result one gradient for each true flag.
 
-Importing this module defines the op, with the plain-torch kernels for CPU and CUDA. A compiled library that brings its
-own CPU kernel is loaded through `load_cpu_library`, which makes the plain-torch one give way first: a dispatch key has
-one kernel at any time.
+Importing this module defines the op, with the plain-torch kernels for CPU and CUDA. A compiled
+library that brings its own CPU kernel is loaded through `load_cpu_library`, which makes the
+plain-torch one give way first: a dispatch key has one kernel at any time.
 """
 
 from __future__ import annotations
@@ -114,20 +115,21 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 def _differentiable_router_index(plan: str) -> int:
-    """Which router tensor has a gradient: the weights of `[ids, weights]`, the logits of `[logits, bias]`."""
+    """Index of the router tensor with a gradient: weights of [ids, weights], else logits."""
     return 1 if read_plan(plan).router.score == "external" else 0
 
 
 def _no_second_derivative(ctx: Any, *grads: Any) -> None:
     raise UnsupportedError(
-        "a second derivative of moeflex::moe_layer was asked for (create_graph=True, or a gradient penalty); "
-        "this version has none. Compile that function with backend='inductor', or with "
+        "a second derivative of moeflex::moe_layer was asked for (create_graph=True, or a gradient "
+        "penalty); this version has none. Compile that function with backend='inductor', or with "
         "options={'disable': ('replace',)}"
     )
 
 
 def _define() -> None:
-    # Strides of the inputs are kept as eager has them: an expert tensor may never be copied to please a layout.
+    # Strides of the inputs are kept as eager has them: an expert tensor may never be copied to
+    # please a layout.
     tags = tuple(
         getattr(torch.Tag, name)
         for name in ("pt2_compliant_tag", "needs_exact_strides")

@@ -1,9 +1,11 @@
 """The gradient of `moeflex::moe_layer` in plain torch.
 
-Only x, the router tensors and the expert tensors are kept by the forward pass; hidden activations are computed again
-here, one expert at a time, and every sum is fp32 or wider. Nothing of size T * K * E or E * I * T exists.
+Only x, the router tensors and the expert tensors are kept by the forward pass; hidden activations
+are computed again here, one expert at a time, and every sum is fp32 or wider. Nothing of size T * K
+* E or E * I * T exists.
 
-With z = x' @ W13^T, h = f(z), o = h @ W2^T + b2 and the combine weight w of a route, for its row g of the gradient:
+With z = x' @ W13^T, h = f(z), o = h @ W2^T + b2 and the combine weight w of a route, for its row g
+of the gradient:
 
 ```
 u = g @ W2                      [n, I]
@@ -35,7 +37,7 @@ from moe_compiler.ir import (
     Score,
     WeightPosition,
 )
-from moe_compiler.reference import DTYPES, activate, expert_tensors
+from moe_compiler.reference import DTYPES, activate, expert_tensors, score_logits
 from moe_compiler.runtime.op_forward import check_tensors, routing, sort_routes, wide_dtype
 
 
@@ -60,11 +62,14 @@ def backward(
     Args:
         plan: the plan of the forward call.
         grad: [T, H], any strides.
-        x, router, experts: the inputs of the forward call.
+        x: input of the forward call.
+        router: input of the forward call.
+        experts: input of the forward call.
         mask: one flag for each of `[x, *router, *experts]`.
 
     Returns:
-        One tensor for each true flag, with shape, dtype and layout of its input. Ids and the selection bias have no
+        One tensor for each true flag, with shape, dtype and layout of its input. Ids and the
+        selection bias have no
         gradient: theirs are zeros.
     """
     check_tensors(plan, x, router, experts)
@@ -78,7 +83,9 @@ def backward(
     flat_weights = weights.reshape(-1).to(wide)
     want_x, want_router = mask[0], any(mask[1 : 1 + len(router)])
     expert_mask = mask[1 + len(router) :]
-    expert_grads = [torch.zeros_like(t) if m else None for t, m in zip(experts, expert_mask, strict=True)]
+    expert_grads = [
+        torch.zeros_like(t) if m else None for t, m in zip(experts, expert_mask, strict=True)
+    ]
     x_grad = torch.zeros(num_tokens, spec.hidden, dtype=wide, device=x.device)
     weight_grad = torch.zeros(ids.numel(), dtype=wide, device=x.device)
     for expert, order in sort_routes(ids, spec.num_experts).by_expert():
@@ -96,15 +103,15 @@ def backward(
         if want_x:
             x_grad.index_add_(0, token, row.x)
     grads = [torch.empty_like(x).copy_(x_grad.view(x.shape)) if want_x else None]
-    grads += _router_grads(plan, router, ids, weight_grad.view(ids.shape), mask[1 : 1 + len(router)])
+    grads += _router_grads(
+        plan, router, ids, weight_grad.view(ids.shape), mask[1 : 1 + len(router)]
+    )
     grads += expert_grads
     return [g for g in grads if g is not None]
 
 
-def _slots(
-    spec: ExpertSpec, grads: Sequence[Tensor | None], expert: int
-) -> dict[str, Tensor]:
-    """Where the gradients of one expert's tensors go, by role; a role without gradient is absent."""
+def _slots(spec: ExpertSpec, grads: Sequence[Tensor | None], expert: int) -> dict[str, Tensor]:
+    """Where the gradients of one expert's tensors go, by role; absent where none is wanted."""
     count = spec.num_experts
     slots = {}
     for i, role in enumerate(spec.tensor_roles):
@@ -211,7 +218,7 @@ def _join_gate_up(
 def activate_backward(
     spec: ActivationSpec, gate: Tensor, up: Tensor | None, grad: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of gate and up of `moe_compiler.reference.activate`; a clamp passes its bounds through."""
+    """Gradients of gate and up of `reference.activate`; at its bounds a clamp lets them pass."""
     clamped = gate.clamp(spec.gate_min, spec.gate_max)
     slope = _slope(spec, clamped) * ((gate >= spec.gate_min) & (gate <= spec.gate_max))
     if up is None:
@@ -249,7 +256,9 @@ def _router_grads(
     mask: Sequence[bool],
 ) -> list[Tensor | None]:
     """Gradients of the router tensors; weight_grad [T, K] in the wide dtype."""
-    grads: list[Tensor | None] = [torch.zeros_like(t) if m else None for t, m in zip(router, mask, strict=True)]
+    grads: list[Tensor | None] = [
+        torch.zeros_like(t) if m else None for t, m in zip(router, mask, strict=True)
+    ]
     source = 1 if plan.router.score is Score.EXTERNAL else 0
     target = grads[source]
     if target is not None:
@@ -261,7 +270,7 @@ def _router_grads(
 
 
 def route_backward(spec: RouterSpec, logits: Tensor, ids: Tensor, grad: Tensor) -> Tensor:
-    """Gradient of logits [T, E] of `moe_compiler.reference.route`, for the gradient [T, K] of its weights.
+    """Gradient of the logits [T, E] of `reference.route`, from that of its weights [T, K].
 
     The selection itself has no gradient. Computed in the score dtype or wider.
     """
@@ -271,7 +280,7 @@ def route_backward(spec: RouterSpec, logits: Tensor, ids: Tensor, grad: Tensor) 
         grad = grad * spec.scale
     if spec.score is Score.SPARSEMIXER:
         return _sparsemixer_backward(spec, logits, ids, grad)
-    scores = _scores(spec.score, logits)
+    scores = score_logits(spec.score, logits)
     grad = _normalize_backward(spec, scores.gather(-1, ids), grad)
     score_grad = torch.zeros_like(logits).scatter_add_(-1, ids, grad)
     if spec.score is Score.SOFTMAX:
@@ -283,36 +292,25 @@ def route_backward(spec: RouterSpec, logits: Tensor, ids: Tensor, grad: Tensor) 
     return score_grad
 
 
-def _scores(score: Score, logits: Tensor) -> Tensor:
-    if score is Score.SOFTMAX:
-        return logits.softmax(-1)
-    if score is Score.SIGMOID:
-        return logits.sigmoid()
-    if score is Score.SQRTSOFTPLUS:
-        return F.softplus(logits).sqrt()
-    return logits
-
-
 def _normalize_backward(spec: RouterSpec, chosen: Tensor, grad: Tensor) -> Tensor:
     """Gradient of the chosen scores [T, K] before they were normalised."""
-    if spec.normalize is Normalize.SUM:
-        total = chosen.sum(-1, keepdim=True)
-        divisor = total.clamp(min=spec.eps) if spec.eps_clamps else total + spec.eps
-        through = (grad * chosen).sum(-1, keepdim=True) / divisor.square()
-        if spec.eps_clamps:
-            through = through * (total >= spec.eps)
-        return grad / divisor - through
     if spec.normalize is Normalize.SOFTMAX:
         weights = chosen.softmax(-1)
         return weights * (grad - (weights * grad).sum(-1, keepdim=True))
-    if spec.normalize is Normalize.SIGMOID:
-        weights = chosen.sigmoid()
-        return grad * weights * (1 - weights)
-    return grad
+    sigmoids = spec.normalize in (Normalize.SIGMOID, Normalize.SIGMOID_SUM)
+    weights = chosen.sigmoid() if sigmoids else chosen
+    if spec.normalize in (Normalize.SUM, Normalize.SIGMOID_SUM):
+        total = weights.sum(-1, keepdim=True)
+        divisor = total.clamp(min=spec.eps) if spec.eps_clamps else total + spec.eps
+        through = (grad * weights).sum(-1, keepdim=True) / divisor.square()
+        if spec.eps_clamps:
+            through = through * (total >= spec.eps)
+        grad = grad / divisor - through
+    return grad * weights * (1 - weights) if sigmoids else grad
 
 
 def _sparsemixer_backward(spec: RouterSpec, logits: Tensor, ids: Tensor, grad: Tensor) -> Tensor:
-    """As `reference._sparsemixer`: each slot is a softmax over what the threshold and earlier slots left."""
+    """Each slot is a softmax over what the threshold and the earlier slots left."""
     total = torch.zeros_like(logits)
     remaining = logits
     for slot in range(spec.top_k):

@@ -1,7 +1,8 @@
-"""The forward pass of `moeflex::moe_layer` in plain torch: routes sorted by expert, one set of matmuls an expert.
+"""The forward pass of `moeflex::moe_layer` in plain torch: routes sorted by expert.
 
-It means what `moe_compiler.reference.moe_layer` means, and is tested against it. It serves the op wherever no
-compiled target is loaded. One host synchronisation a call (the number of routes of every expert).
+It means what `moe_compiler.reference.moe_layer` means, and is tested against it. It serves the op
+wherever no compiled target is loaded. One host synchronisation a call (the number of routes of
+every expert).
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from moe_compiler.errors import PlanError
 from moe_compiler.ir import ExpertSpec, MoEPlan, Score, WeightPosition
 from moe_compiler.reference import DTYPES, expert_tensors, route, run_expert
 
-# A low-precision matmul on a CPU without AVX-512 is several times slower than fp32; below this many rows the cost of
-# widening an expert's weights is larger than the gain.
+# A low-precision matmul on a CPU without AVX-512 is several times slower than fp32; below this many
+# rows the cost of widening an expert's weights is larger than the gain.
 _MIN_ROWS_TO_WIDEN = 8
 
-# Under `batch_invariant` every matmul has exactly this many rows, so that a row meets the same instructions whatever
-# else is in the batch.
+# Under `batch_invariant` every matmul has exactly this many rows, so that a row meets the same
+# instructions whatever else is in the batch.
 _INVARIANT_ROWS = 32
 
 
@@ -86,14 +87,16 @@ def check_tensors(
         )
     if len(experts) != spec.num_tensors:
         raise PlanError(
-            f"the plan takes {spec.num_tensors} expert tensors {spec.tensor_roles}; got {len(experts)}"
+            f"the plan takes {spec.num_tensors} expert tensors {spec.tensor_roles}; "
+            f"got {len(experts)}"
         )
     repeat = 1 if spec.stacked else spec.num_experts
     for i, tensor in enumerate(experts):
         role = spec.tensor_roles[i // repeat]
         if tuple(tensor.shape) != spec.tensor_shape(role):
             raise PlanError(
-                f"expert tensor {role!r} must have shape {spec.tensor_shape(role)}; got {tuple(tensor.shape)}"
+                f"expert tensor {role!r} must have shape {spec.tensor_shape(role)}; "
+                f"got {tuple(tensor.shape)}"
             )
 
 
@@ -107,8 +110,9 @@ def forward(
 ) -> Tensor:
     """The whole layer: x [..., H] -> [T, H] in the plan's out dtype.
 
-    See `moe_compiler.reference.moe_layer` for the tensors. Low-precision experts with many rows are computed in fp32
-    on a CPU, so a result may be nearer to the exact one than that of the reference.
+    See `moe_compiler.reference.moe_layer` for the tensors. Low-precision experts with many rows are
+    computed in fp32 on a CPU, so a result may be nearer to the exact one than that of the
+    reference.
 
     Raises:
         PlanError: the tensors do not fit the plan.
@@ -155,7 +159,10 @@ def _run_rows(
         return run_expert(spec, x, weight, tensors).to(wide)
     tiles = []
     for start in range(0, len(x), _INVARIANT_ROWS):
-        tile, tile_weight = x[start : start + _INVARIANT_ROWS], weight[start : start + _INVARIANT_ROWS]
+        tile, tile_weight = (
+            x[start : start + _INVARIANT_ROWS],
+            weight[start : start + _INVARIANT_ROWS],
+        )
         missing = _INVARIANT_ROWS - len(tile)
         padded = torch.nn.functional.pad(tile, (0, 0, 0, missing))
         padded_weight = torch.nn.functional.pad(tile_weight, (0, 0, 0, missing))

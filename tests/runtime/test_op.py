@@ -25,11 +25,12 @@ from moe_compiler.ir import (
 )
 from moe_compiler.runtime import op, op_backward
 
-T, H, I, E, K = 5, 6, 4, 4, 2
+T, H, E, K = 5, 6, 4, 2
+INTER = 4
 SILU = ActivationSpec(kind=ActivationKind.SILU)
 EXTERNAL = RouterSpec(score=Score.EXTERNAL, top_k=K, num_experts=E)
 CONCAT = ExpertSpec(
-    num_experts=E, hidden=H, intermediate=I, gate_layout=GateLayout.CONCAT, activation=SILU
+    num_experts=E, hidden=H, intermediate=INTER, gate_layout=GateLayout.CONCAT, activation=SILU
 )
 GPT_OSS = ActivationSpec(
     kind=ActivationKind.SILU, alpha=1.702, gate_max=0.7, up_min=-0.7, up_max=0.7, up_shift=1.0
@@ -40,13 +41,21 @@ ROUTERS = {
         score=Score.SOFTMAX, top_k=K, num_experts=E, normalize=Normalize.SUM, eps=1e-3, scale=2.5
     ),
     "softmax-clamp": RouterSpec(
-        score=Score.SOFTMAX, top_k=K, num_experts=E, normalize=Normalize.SUM, eps=0.6, eps_clamps=True
+        score=Score.SOFTMAX,
+        top_k=K,
+        num_experts=E,
+        normalize=Normalize.SUM,
+        eps=0.6,
+        eps_clamps=True,
     ),
     "topk-softmax": RouterSpec(
         score=Score.IDENTITY, top_k=K, num_experts=E, normalize=Normalize.SOFTMAX
     ),
     "topk-sigmoid": RouterSpec(
         score=Score.IDENTITY, top_k=1, num_experts=E, normalize=Normalize.SIGMOID
+    ),
+    "topk-sigmoid-sum": RouterSpec(
+        score=Score.IDENTITY, top_k=K, num_experts=E, normalize=Normalize.SIGMOID_SUM, eps=1e-3
     ),
     "deepseek": RouterSpec(
         score=Score.SIGMOID,
@@ -81,7 +90,9 @@ def make(plan, num_tokens=T, dtype=torch.float64, grad=False, seed=0):
     experts = plan.experts
     repeat = 1 if experts.stacked else experts.num_experts
     tensors = [
-        rand(*experts.tensor_shape(role)) * 0.5 for role in experts.tensor_roles for _ in range(repeat)
+        rand(*experts.tensor_shape(role)) * 0.5
+        for role in experts.tensor_roles
+        for _ in range(repeat)
     ]
     x = rand(num_tokens, experts.hidden)
     if plan.router.score is Score.EXTERNAL:
@@ -102,22 +113,31 @@ def call(plan, x, router, experts):
     return torch.ops.moeflex.moe_layer(x, router, experts, plan.key)
 
 
-SPECS = {
-    f"{layout.value}-{o13.value}-{o2.value}-{'stacked' if stacked else 'list'}{'-bias' if bias else ''}": spec(
-        gate_layout=layout,
-        w13_orientation=o13,
-        w2_orientation=o2,
-        stacked=stacked,
-        has_b13=bias,
-        has_b2=bias,
-    )
-    for layout, (o13, o2), (stacked, bias) in itertools.product(
-        GateLayout,
-        [(Orientation.OUT_IN, Orientation.OUT_IN), (Orientation.IN_OUT, Orientation.OUT_IN),
-         (Orientation.OUT_IN, Orientation.IN_OUT)],
-        [(True, False), (True, True), (False, True)],
-    )
-}
+ORIENTATIONS = [
+    (Orientation.OUT_IN, Orientation.OUT_IN),
+    (Orientation.IN_OUT, Orientation.OUT_IN),
+    (Orientation.OUT_IN, Orientation.IN_OUT),
+]
+
+
+def every_layout():
+    storage = [(True, False), (True, True), (False, True)]
+    for layout, (o13, o2), (stacked, bias) in itertools.product(GateLayout, ORIENTATIONS, storage):
+        words = [layout, o13, o2, "stacked" if stacked else "list", "bias" if bias else "plain"]
+        yield (
+            "-".join(words),
+            spec(
+                gate_layout=layout,
+                w13_orientation=o13,
+                w2_orientation=o2,
+                stacked=stacked,
+                has_b13=bias,
+                has_b2=bias,
+            ),
+        )
+
+
+SPECS = dict(every_layout())
 
 
 def gradcheck(plan, fast=True):
@@ -125,7 +145,9 @@ def gradcheck(plan, fast=True):
     flat = [x, *router, *experts]
 
     def run(*tensors):
-        return call(plan, tensors[0], list(tensors[1 : 1 + len(router)]), list(tensors[1 + len(router) :]))
+        return call(
+            plan, tensors[0], list(tensors[1 : 1 + len(router)]), list(tensors[1 + len(router) :])
+        )
 
     return torch.autograd.gradcheck(run, flat, atol=1e-6, fast_mode=fast)
 
@@ -174,7 +196,9 @@ def test_router_gradient_agrees_with_autograd(name):
     ids, weights = reference.route(router, logits, bias)
     grad = torch.randn(weights.shape, generator=torch.Generator().manual_seed(4))
     (expected,) = torch.autograd.grad(weights, logits, grad)
-    torch.testing.assert_close(op_backward.route_backward(router, logits.detach(), ids, grad), expected)
+    torch.testing.assert_close(
+        op_backward.route_backward(router, logits.detach(), ids, grad), expected
+    )
 
 
 def test_selection_bias_and_ids_get_no_gradient():
@@ -207,7 +231,12 @@ def test_only_wanted_gradients_are_computed():
     everything = torch.ops.moeflex.moe_layer_backward(
         grad, x, router, experts, plan.key, [True, False, True, True, True]
     )
-    assert [tuple(g.shape) for g in everything] == [(T, H), (T, K), (E, 2 * I, H), (E, H, I)]
+    assert [tuple(g.shape) for g in everything] == [
+        (T, H),
+        (T, K),
+        (E, 2 * INTER, H),
+        (E, H, INTER),
+    ]
     for i, index in enumerate((0, 2, 3, 4)):
         mask = [index == j for j in range(5)]
         (one,) = torch.ops.moeflex.moe_layer_backward(grad, x, router, experts, plan.key, mask)
@@ -349,8 +378,13 @@ def test_token_count_stays_symbolic():
     counts = []
 
     def record(gm, example_inputs):
-        counts.append([str(n.meta["example_value"].shape[0]) for n in gm.graph.nodes
-                       if n.op == "call_function"])
+        counts.append(
+            [
+                str(n.meta["example_value"].shape[0])
+                for n in gm.graph.nodes
+                if n.op == "call_function"
+            ]
+        )
         return gm.forward
 
     @torch.compile(backend=record, dynamic=True, fullgraph=True)
@@ -390,7 +424,9 @@ def test_no_tensor_of_tokens_times_routes_times_experts():
 
     with Watch():
         y = op._plain_forward(x, router_tensors, tensors, plan.key)
-        op._plain_backward(torch.ones_like(y), x, router_tensors, tensors, plan.key, [True, False] + [True] * 3)
+        op._plain_backward(
+            torch.ones_like(y), x, router_tensors, tensors, plan.key, [True, False] + [True] * 3
+        )
     # the largest tensors are the routes' rows [T * K, H] and the experts themselves [E, 2I, H]
     assert largest <= max(512 * 2 * 8, 64 * 16 * 8)
 

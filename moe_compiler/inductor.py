@@ -1,0 +1,95 @@
+"""The call into Inductor: its configuration, its cache key, and a missing C++ compiler."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+from moe_compiler.errors import ToolchainError
+from moe_compiler.options import Options, inductor_patches
+
+
+def compile_graph(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, holds_op: bool
+) -> Callable[..., Any]:
+    """Compile a graph with Inductor, forward and backward.
+
+    Args:
+        gm: the graph; edited by Inductor.
+        example_inputs: its inputs.
+        options: mode and configuration for Inductor; what of ours a cached graph depends on.
+        holds_op: whether our op is in the graph. Without it, the graph shares Inductor's cache
+            entries.
+
+    Raises:
+        ToolchainError: Inductor found no C++ compiler. `gm` still computes the same.
+    """
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    inner: Callable[..., Any] = compile_fx_inner
+    with contextlib.ExitStack() as stack:
+        tag = cache_tag(options) if holds_op else None
+        if tag is not None:
+            stack.enter_context(tag)
+            # The backward graph may be compiled later, when this frame is gone.
+            inner = tag(inner)
+        try:
+            # A BaseException that asks dynamo to restart its analysis passes through here.
+            return compile_fx(
+                gm,
+                list(example_inputs),
+                inner_compile=inner,
+                config_patches=inductor_patches(options) or None,
+            )
+        except Exception as error:
+            if _is_missing_compiler(error):
+                raise ToolchainError(f"Inductor: {error}") from error
+            raise
+
+
+def cache_tag(options: Options) -> Any:
+    """The patch that puts our sources and options into the keys of torch's compile caches.
+
+    The plan of every op is in the graph, and the op is called by name; the tag covers what a plan
+    cannot say: a change of how passes edit a graph, and of the op's schema. None on a torch without
+    that setting.
+    """
+    from torch.compiler import config
+
+    if not hasattr(config, "cache_key_tag"):
+        return None
+    return config.patch(
+        cache_key_tag=f"{config.cache_key_tag}moeflex:{source_digest()}:{options.cache_tag}"
+    )
+
+
+@functools.cache
+def source_digest() -> str:
+    """SHA-256 of every source file of the package, as 16 hex digits."""
+    digest = hashlib.sha256()
+    base = os.path.dirname(os.path.abspath(__file__))
+    for folder, subfolders, files in os.walk(base, followlinks=True):
+        subfolders[:] = sorted(name for name in subfolders if name != "__pycache__")
+        for name in sorted(files):
+            path = os.path.join(folder, name)
+            digest.update(os.path.relpath(path, base).encode())
+            with open(path, "rb") as file:
+                digest.update(file.read())
+    return digest.hexdigest()[:16]
+
+
+def _is_missing_compiler(error: BaseException | None) -> bool:
+    from torch._inductor import exc
+
+    kind = getattr(exc, "InvalidCxxCompiler", None)
+    while kind is not None and error is not None:
+        if isinstance(error, kind) or isinstance(getattr(error, "inner_exception", None), kind):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
