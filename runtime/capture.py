@@ -6,7 +6,7 @@ that dynamo makes *for this backend* differs from a trace for others in two poin
 1. transformers' data-dependent expert loop is traced through its `grouped_mm` function (see `runtime/hf.py`);
 2. `torch._dynamo.config.capture_dynamic_output_shape_ops` is on, so that a static loop over all experts
    (`torch.where` and `index_add_`) arrives as one graph. It is set when dynamo starts to compile a frame for this
-   backend and restored when that compilation ends; dynamo compiles under a process-wide lock.
+   backend and restored when that compilation ends (`runtime/trace_hooks.py`).
 
 No guard depends on either: dynamo keeps the compiled code of each backend apart. `taken_ways` says what was done,
 `fragment_reason` names the graph break where a block still did not arrive whole.
@@ -16,7 +16,6 @@ No guard depends on either: dynamo keeps the compiled code of each backend apart
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,29 +25,27 @@ import torch
 from torch import fx, nn
 
 from moe_compiler.ir import NoMatch
-from moe_compiler.runtime import hf
+from moe_compiler.runtime import hf, trace_hooks
 
 DYNAMIC_SHAPES_WAY = "dynamic output shapes captured (a loop over all experts became one graph)"
-
-_MARK = "_moeflex_captures_blocks"
-_FLAG = "capture_dynamic_output_shape_ops"
-_MAX_WRAPPERS = 8
 
 
 class _Thread(threading.local):
     forced: list[str] | None = None  # ways taken inside `replaced_expert_loops`, None outside
-    flag_patch: Any = None  # the config patch of the compilation in progress on this thread
 
 
 _thread = _Thread()
 _ways_of_trace: weakref.WeakKeyDictionary[Any, dict[str, None]] = weakref.WeakKeyDictionary()
-_register_lock = threading.Lock()
 
 
 def install(backend: Callable[..., Any]) -> None:
     """Make every trace for `backend` capture whole MoE blocks. Idempotent, cheap, thread-safe."""
-    setattr(backend, _MARK, True)
-    _register_callbacks()
+    trace_hooks.mark(backend)
+    trace_hooks.watch_compilations(_install_hf)
+    _install_hf()
+
+
+def _install_hf() -> None:
     hf.install(_expert_loop_is_replaced)
 
 
@@ -58,10 +55,10 @@ def taken_ways(gm: fx.GraphModule | None = None) -> tuple[str, ...]:
     Args:
         gm: that graph; without it the second way is not looked for.
     """
-    trace = _current_trace()
+    trace = trace_hooks.current_trace()
     ways = list(_ways_of_trace.get(trace, ())) if trace is not None else []
     ways += _thread.forced or []
-    if _thread.flag_patch is not None and gm is not None and _has_dynamic_outputs(gm):
+    if gm is not None and trace_hooks.flag_is_ours() and _has_dynamic_outputs(gm):
         ways.append(DYNAMIC_SHAPES_WAY)
     return tuple(dict.fromkeys(ways))
 
@@ -72,35 +69,12 @@ def replaced_expert_loops() -> Iterator[list[str]]:
 
     For `torch.export`, which calls no backend. Eager calls inside of the block are changed as well.
     """
-    hf.install(_expert_loop_is_replaced)
+    _install_hf()
     outer, _thread.forced = _thread.forced, []
     try:
         yield _thread.forced
     finally:
         _thread.forced = outer
-
-
-def _is_ours(compiler: Any) -> bool:
-    for _ in range(_MAX_WRAPPERS):
-        if compiler is None:
-            return False
-        if getattr(compiler, _MARK, False):
-            return True
-        wrapped = getattr(compiler, "_torchdynamo_orig_backend", None)
-        wrapped = wrapped or getattr(compiler, "compiler_fn", None)
-        compiler = wrapped or getattr(compiler, "__wrapped__", None)
-    return False
-
-
-def _current_trace() -> Any:
-    return torch._guards.TracingContext.try_get()
-
-
-def _current_compiler() -> Any:
-    """The backend for which dynamo is tracing on this thread, or None."""
-    module = sys.modules.get("torch._dynamo.symbolic_convert")
-    translator = getattr(getattr(module, "tls", None), "current_tx", None)
-    return getattr(getattr(translator, "output", None), "compiler_fn", None)
 
 
 @torch.compiler.assume_constant_result
@@ -111,63 +85,12 @@ def _expert_loop_is_replaced(name: str) -> bool:
         if way not in _thread.forced:
             _thread.forced.append(way)
         return True
-    if not _is_ours(_current_compiler()):
+    if not trace_hooks.tracing_for_marked():
         return False
-    trace = _current_trace()
+    trace = trace_hooks.current_trace()
     if trace is not None:
         _ways_of_trace.setdefault(trace, {})[way] = None
     return True
-
-
-class _KeptOnClear(list):  # type: ignore[type-arg]
-    """Callbacks that `torch._dynamo.reset()` leaves in place: it clears the list after it has reset the backends."""
-
-    def __init__(self, items: list[Any], kept: Callable[..., None]) -> None:
-        super().__init__(items)
-        self._kept = kept
-        self.append(kept)
-
-    def clear(self) -> None:
-        super().clear()
-        self.append(self._kept)
-
-
-def _register_callbacks() -> None:
-    handler = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
-    if handler is None:
-        import torch._dynamo
-
-        handler = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
-    with _register_lock:
-        for name, callback in (("start_callbacks", _on_start), ("end_callbacks", _on_end)):
-            callbacks = getattr(handler, name, None)
-            if isinstance(callbacks, list) and callback not in callbacks:
-                setattr(handler, name, _KeptOnClear(callbacks, callback))
-
-
-def _on_start(_args: Any) -> None:
-    hf.install(_expert_loop_is_replaced)  # transformers may have been imported after us
-    if _thread.flag_patch is not None or not _is_ours(_starting_compiler()):
-        return
-    if not getattr(torch._dynamo.config, _FLAG, True):
-        _thread.flag_patch = torch._dynamo.config.patch(**{_FLAG: True})
-        _thread.flag_patch.__enter__()
-
-
-def _on_end(_args: Any) -> None:
-    patch, _thread.flag_patch = _thread.flag_patch, None
-    if patch is not None:
-        patch.__exit__(None, None, None)
-
-
-def _starting_compiler() -> Any:
-    """The backend of the compilation that is about to start: dynamo tells callbacks no more than an id."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "_compile" and "compiler_fn" in frame.f_locals:
-            return frame.f_locals["compiler_fn"]
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
 
 
 def _has_dynamic_outputs(gm: fx.GraphModule) -> bool:

@@ -1,0 +1,163 @@
+"""Where dynamo is asked, and told, about the trace in progress: everything here that is private to torch.
+
+Each function looks for what it needs and does nothing where this torch lacks it; then a static loop over all experts
+is captured only with `fullgraph=True`.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch._dynamo
+
+FLAG = "capture_dynamic_output_shape_ops"
+
+_MARK = "_moeflex_captures_blocks"
+_MAX_WRAPPERS = 8
+
+
+class _Thread(threading.local):
+    flag_patch: Any = None  # the config patch of the compilation in progress on this thread
+
+
+_thread = _Thread()
+_lock = threading.Lock()
+_before_compile: list[Callable[[], Any]] = []
+
+
+def mark(backend: Callable[..., Any]) -> None:
+    """Note that traces for `backend` may be changed."""
+    setattr(backend, _MARK, True)
+
+
+def is_marked(compiler: Any) -> bool:
+    """Whether `compiler`, or what it wraps, was given to `mark`."""
+    for _ in range(_MAX_WRAPPERS):
+        if compiler is None:
+            return False
+        if getattr(compiler, _MARK, False):
+            return True
+        wrapped = getattr(compiler, "_torchdynamo_orig_backend", None)
+        wrapped = wrapped or getattr(compiler, "compiler_fn", None)
+        compiler = wrapped or getattr(compiler, "__wrapped__", None)
+    return False
+
+
+def tracing_for_marked() -> bool:
+    """Whether dynamo is tracing on this thread for a marked backend."""
+    module = sys.modules.get("torch._dynamo.symbolic_convert")
+    translator = getattr(getattr(module, "tls", None), "current_tx", None)
+    return is_marked(getattr(getattr(translator, "output", None), "compiler_fn", None))
+
+
+def current_trace() -> Any:
+    """An object that lives as long as the trace in progress on this thread, or None."""
+    return torch._guards.TracingContext.try_get()
+
+
+def flag_is_ours() -> bool:
+    """Whether dynamic output shapes are captured in the compilation in progress because of us."""
+    return _thread.flag_patch is not None
+
+
+def watch_compilations(before: Callable[[], Any]) -> None:
+    """Call `before` when dynamo starts to compile a frame, and capture dynamic output shapes for marked backends.
+
+    Idempotent, thread-safe.
+    """
+    handler = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
+    with _lock:
+        if before not in _before_compile:
+            _before_compile.append(before)
+        for name, callback in (("start_callbacks", _on_start), ("end_callbacks", _on_end)):
+            callbacks = getattr(handler, name, None)
+            if isinstance(callbacks, list) and callback not in callbacks:
+                setattr(handler, name, _KeptOnClear(callbacks, callback))
+        _guard_tolist()
+
+
+class _KeptOnClear(list):  # type: ignore[type-arg]
+    """Callbacks that survive `torch._dynamo.reset()`, which clears the list after it has reset the backends."""
+
+    def __init__(self, items: list[Any], kept: Callable[..., None]) -> None:
+        super().__init__(items)
+        self._kept = kept
+        self.append(kept)
+
+    def clear(self) -> None:
+        super().clear()
+        self.append(self._kept)
+
+
+def _on_start(_args: Any) -> None:
+    for before in _before_compile:
+        before()
+    if _thread.flag_patch is not None or not is_marked(_starting_compiler()):
+        return
+    # Without the guard on tolist() the flag would turn a graph break into an error.
+    if _tolist_is_guarded() and not getattr(torch._dynamo.config, FLAG, True):
+        _thread.flag_patch = torch._dynamo.config.patch(**{FLAG: True})
+        _thread.flag_patch.__enter__()
+
+
+def _on_end(_args: Any) -> None:
+    patch, _thread.flag_patch = _thread.flag_patch, None
+    if patch is not None:
+        patch.__exit__(None, None, None)
+
+
+def _starting_compiler() -> Any:
+    """The backend of the compilation that is about to start: dynamo tells its callbacks no more than an id."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "_compile" and "compiler_fn" in frame.f_locals:
+            return frame.f_locals["compiler_fn"]
+        frame = frame.f_back
+    return None
+
+
+def _tensor_variable() -> Any:
+    module = sys.modules.get("torch._dynamo.variables.tensor")
+    return getattr(module, "TensorVariable", None)
+
+
+def _tolist_is_guarded() -> bool:
+    return hasattr(getattr(_tensor_variable(), "method_tolist", None), "moeflex_original")
+
+
+def _guard_tolist() -> None:
+    """Make `tolist()` on a tensor of data-dependent length a graph break while the flag is ours.
+
+    Dynamo lets a GuardOnDataDependentSymNode out of `TensorVariable.method_tolist`, an error instead of a break.
+    """
+    variable = _tensor_variable()
+    tolist = getattr(variable, "method_tolist", None)
+    unimplemented = getattr(torch._dynamo.exc, "unimplemented_v2", None)
+    unimplemented = unimplemented or getattr(torch._dynamo.exc, "unimplemented", None)
+    if tolist is None or unimplemented is None or _tolist_is_guarded():
+        return
+
+    @functools.wraps(tolist)
+    def method_tolist(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+        try:
+            return tolist(self, tx, *args, **kwargs)
+        except GuardOnDataDependentSymNode as error:
+            if not flag_is_ours():
+                raise
+            reason = str(error).splitlines()[0]
+        return unimplemented(
+            gb_type="Tensor.tolist() with data-dependent length",
+            context=f"call_method {self} tolist",
+            explanation=f"The length of this list depends on the data: {reason}",
+            hints=["Use a tensor whose length is known, such as the counts of all experts."],
+        )
+
+    method_tolist.moeflex_original = tolist  # type: ignore[attr-defined]
+    variable.method_tolist = method_tolist
