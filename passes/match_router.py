@@ -102,7 +102,7 @@ def _match(problem: RouterProblem, recorder: Recorder) -> RouterMatch | NoMatchR
     native: list[Observation] = []
     proven: list[tuple[RouterSpec, float]] = []
     explained: list[RouterSpec] = []
-    for rules in _rule_sets(problem, seen, explained):
+    for rules in _rule_sets(problem, seen, proven):
         explained.extend(rules)
         for spec in _explanations(problem, recorder, rules, seen):
             error = _error(spec, fresh)
@@ -121,13 +121,13 @@ def _match(problem: RouterProblem, recorder: Recorder) -> RouterMatch | NoMatchR
 
 
 def _rule_sets(
-    problem: RouterProblem, seen: Sequence[Observation], explained: Sequence[RouterSpec]
+    problem: RouterProblem, seen: Sequence[Observation], proven: Sequence[object]
 ) -> Iterator[list[RouterSpec]]:
-    """Sets of selection rules to try in turn; the last one only while `explained` stays empty."""
+    """Sets of selection rules to try in turn; the last one only while `proven` stays empty."""
     rules = Rules(problem, seen)
     yield rules.plain()
     yield rules.grouped(problem.int_constants)
-    if not explained:
+    if not proven:
         yield rules.grouped(None)
 
 
@@ -173,7 +173,7 @@ def _relative_error(weights: Tensor, expected: Tensor) -> float:
 
 
 def _sparsemixer_error(spec: RouterSpec, observation: Observation) -> float:
-    """As `_error`; rows with ties among the leading logits are left out: the order of slots counts."""
+    """As `_error`, without rows with ties among the leading logits: the order of slots counts."""
     assert observation.ids is not None
     leading = min(spec.top_k + 1, spec.num_experts)
     top = observation.logits.topk(leading, dim=-1).values

@@ -27,6 +27,8 @@ def fit_weights(
         weights.append(observation.weights)
     values, target = torch.cat(chosen), torch.cat(weights)
     for normalize in Normalize:
+        if normalize is Normalize.SUM and rule.score is Score.IDENTITY and rule.top_k == 1:
+            continue  # 1 for every logit but 0, where it is not a number: SOFTMAX says the same
         if normalize in (Normalize.SIGMOID, Normalize.SIGMOID_SUM):
             base = values.sigmoid()
         elif normalize is Normalize.SOFTMAX:
@@ -49,7 +51,7 @@ def _constant(ratio: Tensor, literals: Iterable[float]) -> float | None:
     middle = float(ratio.median())
     if not middle > 0 or not bool(((ratio / middle - 1).abs() < FIT_TOLERANCE).all()):
         return None
-    return _round(middle, literals, 1e-8)
+    return _round(middle, literals, 1e-10)
 
 
 def _round(number: float, literals: Iterable[float], tolerance: float) -> float:
@@ -58,6 +60,9 @@ def _round(number: float, literals: Iterable[float], tolerance: float) -> float:
         for candidate in (literal, 1 / literal if literal else 0.0):
             if candidate and abs(number / candidate - 1) < tolerance:
                 return float(candidate)
+    whole = round(1 / number)
+    if 1 < whole <= 1024 and abs(number * whole - 1) < tolerance * 0.01:
+        return 1 / whole
     short = float(f"{number:.7g}")
     return short if abs(number / short - 1) < tolerance * 0.01 else number
 
@@ -79,7 +84,7 @@ def _solve_sum(
     slope = float((sums[high] - sums[low]) / (divisor[high] - divisor[low]))
     clamp_slope = float(sums[high] / divisor[high])
     for clamps, exact in ((False, slope), (True, clamp_slope)):
-        scale = _round(exact, literals, 1e-8)
+        scale = _round(exact, literals, 1e-10)
         eps = scale * float(divisor[low]) - (0.0 if clamps else float(sums[low]))
         if not 0 < eps < float("inf"):
             continue

@@ -136,7 +136,9 @@ def _close(problem: RouterProblem, spec: RouterSpec, found: Tensor, expected: Te
     eps = finfo.eps
     if not spec.score_dtype:
         eps = max(eps, torch.finfo(problem.logits_dtype).eps)
-    expected = expected.to(problem.weights_dtype)
-    return torch.isclose(
-        found.double(), expected.double(), rtol=4 * eps, atol=finfo.tiny, equal_nan=True
-    ).all(-1)
+    expected = expected.to(problem.weights_dtype).double()
+    error = (found.double() - expected).abs()
+    # Scores that are subnormal numbers have few bits: they count against the largest weight.
+    largest = expected.abs().amax(-1, keepdim=True)
+    allowed = 4 * eps * (expected.abs() + 1e-3 * largest) + finfo.tiny
+    return ((error <= allowed) | (found.isnan() & expected.isnan())).all(-1)

@@ -214,45 +214,67 @@ def _same(observation: Observation, reference: Observation, order: Tensor) -> bo
 
 
 def precise_observations(recorder: Recorder, seed: int) -> list[Observation]:
-    """Answers to fp64 rows, one observation a bias (one in all without a bias)."""
+    """Answers to fp64 rows: one observation a bias, one in all without a bias.
+
+    The first observation holds rows that show group limits, and every score plus bias of most of
+    its rows is positive.
+    """
     problem = recorder.problem
+    num_experts, top_k = problem.num_experts, problem.top_k
     generator = torch.Generator().manual_seed(seed)
     few = problem.num_tokens < 8
-    biases = _biases(problem.num_experts, generator) if problem.has_bias else [None]
-    num_rows = (48 if few else 96) if len(biases) == 1 else (24 if few else 64)
-    return [
-        recorder.observe(_precise_rows(num_rows, problem.num_experts, generator), bias)
-        for bias in biases
+    num_rows = 32 if few or seed else 64
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    rows = torch.cat(
+        [
+            _group_rows(noise, num_experts),
+            _ladder_rows(noise(12, num_experts)),
+            _mixed_rows(noise(num_rows, num_experts)),
+        ]
+    )
+    if not problem.has_bias:
+        return [recorder.observe(rows, None)]
+    # Nearly constant, larger than every score, as large as scores, below every score.
+    biases = [1 + 1e-3 * noise(num_experts), 4 + 0.3 * noise(num_experts)]
+    biases += [3 * noise(num_experts), -4 + 0.3 * noise(num_experts)]
+    seen = [recorder.observe(rows, biases[0])]
+    seen += [
+        recorder.observe(_mixed_rows(noise(num_rows // 2, num_experts)), b) for b in biases[1:]
     ]
+    # The bias alone selects the first K experts, however small their scores are.
+    forced = torch.where(torch.arange(num_experts) < top_k, 1000.0, 0.0).double()
+    rows = noise(16, num_experts)
+    rows[:, :top_k] = _ladder_rows(rows[:, :top_k])
+    return [*seen, recorder.observe(rows, forced)]
 
 
-def _biases(num_experts: int, generator: torch.Generator) -> list[Tensor]:
-    """Bias vectors [E] in fp64: small, large, and negative enough for every score below 1."""
-    noise = torch.randn(3, num_experts, generator=generator, dtype=torch.float64)
-    return [0.2 * noise[0], 3 * noise[1], 0.3 * noise[2] - 4]
-
-
-def _precise_rows(num_rows: int, num_experts: int, generator: torch.Generator) -> Tensor:
-    """Logits [n, E] in fp64, within +-320 so that no score underflows; no logit is 0."""
-    rows = torch.randn(num_rows, num_experts, generator=generator, dtype=torch.float64)
-    kinds = torch.arange(num_rows) % 8
-    sizes = torch.arange(num_rows, dtype=torch.float64)
-    # Spread 1 at offsets from -280 to 20: the sum of the selected scores passes every possible eps.
-    ladder = -280 + 300 * sizes / max(1, num_rows - 1)
+def _mixed_rows(noise: Tensor) -> Tensor:
+    """Logits [n, E] of eight kinds, within +-320 so that no score underflows; no logit is 0."""
+    num_rows, num_experts = noise.shape
     makers: Sequence[Callable[[Tensor, Tensor], Tensor]] = (
-        lambda r, i: r,
-        lambda r, i: r + ladder[i].unsqueeze(-1),
+        lambda r, i: 3 * r,
+        lambda r, i: r + 8,
         lambda r, i: 30 * r.clamp(-5, 5),
         lambda r, i: 0.01 * r,
         lambda r, i: (r * 2).round().clamp(-6, 6) + 0.125,
         lambda r, i: _with_winners(r, i, num_experts),
-        lambda r, i: 4 * r + 3 * torch.sin(sizes[i]).unsqueeze(-1),
+        lambda r, i: r - 20,
         lambda r, i: 3 + 1e-6 * r,
     )
+    kinds = torch.arange(num_rows) % len(makers)
+    rows = noise.clone()
     for kind, maker in enumerate(makers):
         chosen = (kinds == kind).nonzero().flatten()
         rows[chosen] = maker(rows[chosen], chosen)
     return rows
+
+
+def _ladder_rows(noise: Tensor) -> Tensor:
+    """Logits [n, E] at offsets from -280 to 20: the sum of scores passes every possible eps."""
+    return noise + torch.linspace(-280, 20, noise.shape[0], dtype=torch.float64).unsqueeze(-1)
 
 
 def _with_winners(rows: Tensor, numbers: Tensor, num_experts: int) -> Tensor:
@@ -261,29 +283,58 @@ def _with_winners(rows: Tensor, numbers: Tensor, num_experts: int) -> Tensor:
     return rows.scatter_add(-1, winner.unsqueeze(-1), torch.full_like(rows[:, :1], 20.0))
 
 
+def _group_rows(noise: Callable[..., Tensor], num_experts: int) -> Tensor:
+    """Logits [n, E] in 0..1, two rows for every group size.
+
+    Row one spreads the leading experts over all groups. Row two puts the best expert into a group
+    of low ones, so that by the sum of its best two the group is the last.
+    """
+    rows = [torch.empty(0, num_experts, dtype=torch.float64)]
+    for size in range(2, num_experts):
+        if num_experts % size:
+            continue
+        num_groups = num_experts // size
+        spread = 0.05 + 0.001 * noise(num_groups, size)
+        leaders = noise(num_groups, size).argmax(-1, keepdim=True)
+        spread.scatter_(-1, leaders, 1 + 0.03 * noise(num_groups, 1))
+        lonely = 0.875 + 0.02 * noise(num_groups, size).clamp(-3, 3)
+        group = int(noise(num_groups).argmax())
+        lonely[group] = 0.05
+        lonely[group, int(noise(size).argmax())] = 1.0
+        rows += [spread.reshape(1, -1), lonely.reshape(1, -1)]
+    return torch.cat(rows)
+
+
 def native_observations(recorder: Recorder, seed: int) -> list[Observation]:
-    """Answers to rows in the dtypes of the graph, rich in ties and in saturated scores."""
+    """Answers to rows in the dtypes of the graph, rich in ties, near ties and saturated scores."""
     problem = recorder.problem
+    num_experts = problem.num_experts
     generator = torch.Generator().manual_seed(seed)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float32)
+
+    def rows(num_rows: int) -> Tensor:
+        made = noise(num_rows, num_experts)
+        kinds = torch.arange(num_rows) % 8
+        scales = torch.tensor([1.0, 3.0, 12.0, 200.0, 1.0, 1.0, 0.02, 0.02])[kinds]
+        offsets = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 9.0, 1.0, -0.5])[kinds]
+        made = made * scales.unsqueeze(-1) + offsets.unsqueeze(-1)
+        coarse = kinds == 4
+        made[coarse] = (made[coarse] * 2).round() / 2
+        return made.to(problem.logits_dtype)
+
     few = problem.num_tokens < 8
-    num_rows = 32 if few else 96
-    rows = torch.randn(num_rows, problem.num_experts, generator=generator, dtype=torch.float32)
-    scales = torch.tensor([0.3, 1.0, 3.0, 12.0, 200.0, 1.0, 1.0, 1.0])
-    kinds = torch.arange(num_rows) % len(scales)
-    rows = rows * scales[kinds].unsqueeze(-1)
-    coarse = kinds == 5
-    rows[coarse] = (rows[coarse] * 2).round() / 2
-    rows[kinds == 6] = rows[kinds == 6].bfloat16().float()
-    rows[kinds == 7] += 9
-    logits = rows.to(problem.logits_dtype)
     if not problem.has_bias:
-        return [recorder.observe_native(logits, None)]
-    noise = torch.randn(2, problem.num_experts, generator=generator)
-    # The second bias is coarse: ties of score plus bias where a lower precision rounds them
-    # together.
-    biases = (0.1 * noise[0], (0.5 + 1e-4 * (noise[1] * 4).round()))
-    half = num_rows // 2
+        return [recorder.observe_native(rows(32 if few else 96), None)]
+    # Sizes at which the bias decides between scores that a lower precision rounds together.
+    biases = (
+        0.1 * noise(num_experts),
+        0.5 + 1e-4 * (4 * noise(num_experts)).round(),
+        1e-3 * noise(num_experts),
+        0.02 / num_experts * noise(num_experts),
+    )
     return [
-        recorder.observe_native(part, bias.to(problem.bias_dtype))
-        for part, bias in zip((logits[:half], logits[half:]), biases, strict=True)
+        recorder.observe_native(rows(16 if few else 32), bias.to(problem.bias_dtype))
+        for bias in biases
     ]

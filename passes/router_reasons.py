@@ -24,7 +24,7 @@ def explain_selection(problem: RouterProblem, seen: Sequence[Observation]) -> st
         return "the expert ids are renumbered after the top-k"
     return (
         f"the selected experts are not the top {top_k} of identity, softmax, sigmoid or "
-        f"sqrtsoftplus scores{' plus bias' if problem.has_bias else ''}, with or without group limits"
+        f"sqrtsoftplus scores{' plus bias' if problem.has_bias else ''}, with or without groups"
     )
 
 

@@ -15,9 +15,8 @@ from moe_compiler.reference import group_scores, score_logits, selection_scores
 # Two spellings of one score differ by less in fp64; smaller differences count as ties.
 TIE_TOLERANCE = 1e-11
 SCORES = (Score.SOFTMAX, Score.SIGMOID, Score.SQRTSOFTPLUS, Score.IDENTITY)
-# Rows on which group limits are guessed, and the share of them that has to agree: a fill of 0.0
-# lets experts of lost groups win where the scores are negative.
-_GUESS_ROWS = slice(0, 32)
+# Rows on which group limits are guessed, and the share of them that has to agree.
+_GUESS_ROWS = slice(0, 48)
 _GUESS_SHARE = 0.6
 
 
@@ -93,6 +92,10 @@ class Rules:
         choice = self._of(rule.score)[0][_GUESS_ROWS]
         if rule.has_bias and first.bias is not None:
             choice = choice + first.bias
+        # A fill of 0.0 lets experts of lost groups win where scores are negative.
+        positive = (choice > 0).all(-1)
+        if int(positive.sum()) >= 4:
+            ids, choice = ids[positive], choice[positive]
         order = group_scores(rule, choice).argsort(-1, descending=True)
         rank = torch.empty_like(order).scatter_(
             -1, order, torch.arange(num_groups).expand_as(order)
