@@ -277,7 +277,7 @@ class Runner:
 
         args, kwargs = map_aggregate((node.args, node.kwargs), bind)  # type: ignore[misc]
         name = op_name(node)
-        if name in _REPLACED and (precise or name == "grouped_mm_fallback"):
+        if name in _REPLACED and (precise or name in _NOT_ON_A_CPU):
             return _REPLACED[name](*args, **kwargs)
         if precise and node.op == "call_method" and name in _FLOAT_METHODS:
             return args[0].double()
@@ -325,7 +325,16 @@ def _grouped_mm(
     return out
 
 
+def _histc(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """`torch.histc` of integers, as models traced for other devices spell it."""
+    return torch.histc(x.double(), *args, **kwargs).to(x.dtype)
+
+
+# Operators of graphs traced for other devices, which a CPU lacks in some dtype.
+_NOT_ON_A_CPU = frozenset(("grouped_mm_fallback", "histc"))
+
 _REPLACED: dict[str, Callable[..., Any]] = {
+    "histc": _histc,
     "_grouped_mm": _grouped_mm,
     "grouped_mm": _grouped_mm,
     "grouped_mm_fallback": _grouped_mm,
