@@ -12,7 +12,6 @@ Works on torch-level graphs (from Dynamo, with methods and in-place operators) a
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import networkx as nx
@@ -379,6 +378,17 @@ def find_parameters(gm: fx.GraphModule, example_inputs: Sequence[object] | None)
     return found
 
 
-def is_getitem(node: fx.Node) -> bool:
-    """Whether this node takes one entry of a tuple or a slice of a tensor."""
-    return node.op == "call_function" and node.target is operator.getitem
+def id_bound(flow: DataFlow, ids: fx.Node) -> int | None:
+    """An upper bound (exclusive) of ids that a selection over a last axis made; None when they may be anything."""
+    name = op_name(ids)
+    reads = flow.data_inputs[ids]
+    if name in ("cat", "concat", "stack", "concatenate"):
+        bounds = [id_bound(flow, a) for a in reads]
+        known = [b for b in bounds if b is not None]
+        return max(known) if known and len(known) == len(bounds) else None
+    if name in ("topk", "max", "argmax", "sort", "argsort", "min", "argmin"):
+        return last_size(reads[0]) if reads else None
+    if name in VIEWS | {"getitem", "to", "_to_copy", "long", "int", "type"} and len(reads) == 1:
+        return id_bound(flow, reads[0])
+    return None
+

@@ -24,7 +24,7 @@ from moe_compiler.ir import (
     Score,
 )
 from moe_compiler.passes import describe
-from moe_compiler.passes.dataflow import num_rows, shape_hint, tensor
+from moe_compiler.passes.dataflow import id_bound, num_rows, shape_hint, tensor
 from moe_compiler.passes.match_experts import (
     TOLERANCE,
     ExpertRun,
@@ -166,7 +166,7 @@ def _prove(candidate: Candidate) -> _Outcome:
         try:
             router, note = prove_router(candidate, spec.num_experts)
             if router is None:
-                _check_invalid_ids(run, spec, candidate)
+                _check_invalid_ids(run, spec, candidate, note)
         except NoSpec as failure:
             spec, reason = None, str(failure)
     proof = Proof(
@@ -250,7 +250,9 @@ def _check_native(run: ExpertRun, spec: ExpertSpec, generator: torch.Generator) 
         raise NoSpec(f"in its own dtypes it is {error:.1e} away from fp64, more than rounding explains")
 
 
-def _check_invalid_ids(run: ExpertRun, spec: ExpertSpec, candidate: Candidate) -> None:
+def _check_invalid_ids(
+    run: ExpertRun, spec: ExpertSpec, candidate: Candidate, router_reason: str
+) -> None:
     """Ids of an unproven router may lie outside of [0, E): the block has to ignore such routes, or to fail on them.
 
     Raises:
@@ -258,8 +260,9 @@ def _check_invalid_ids(run: ExpertRun, spec: ExpertSpec, candidate: Candidate) -
     """
     generator = torch.Generator().manual_seed(2)
     num_experts = run.operands.num_experts
-    width = shape_hint(candidate.logits)[-1] if candidate.logits is not None else None
-    for invalid in sorted({-1, num_experts, (width or num_experts + 1) - 1} - set(range(num_experts))):
+    bound = id_bound(candidate.flow, candidate.ids)
+    possible = (-1, num_experts) if bound is None else range(num_experts, bound)[:: max(1, bound - num_experts - 1)]
+    for invalid in possible:
         tensors = random_tensors(run, generator)
         x, ids, weights = random_case(run, generator, scale=1.0)
         ids[:, -1] = invalid
@@ -272,8 +275,8 @@ def _check_invalid_ids(run: ExpertRun, spec: ExpertSpec, candidate: Candidate) -
         error = relative_error(reference(spec, (x, ids, weights), tensors), seen)
         if not error < TOLERANCE:
             raise NoSpec(
-                f"an id of {invalid} does not mean 'not routed' in it, and its router could not be proven to stay "
-                f"below {num_experts} experts"
+                f"a route to id {invalid} means more than 'not routed' in it, it has {num_experts} experts, and its "
+                f"router may choose that id: {router_reason}"
             )
 
 

@@ -11,7 +11,7 @@ from moe_compiler.passes.dataflow import op_name, shape_hint, tensor
 from moe_compiler.passes.match_router import NoMatchReason, RouterMatch, match_router
 from moe_compiler.passes.router_probe import RouterProblem
 from moe_compiler.passes.shrink import candidate_sizes
-from moe_compiler.passes.subgraph import Runner, Sizes, Slice, SliceError, cut
+from moe_compiler.passes.subgraph import Runner, Sizes, Slice, SliceError, cut, float_scalars
 
 if TYPE_CHECKING:
     from moe_compiler.passes.match_moe import Candidate
@@ -124,7 +124,7 @@ def _problem(candidate: Candidate, part: Slice, sizes: Sizes) -> RouterProblem:
 
 
 def _numbers(part: Slice, kind: type) -> tuple[float, ...]:
-    found: dict[float, None] = {}
+    found: dict[float, None] = dict.fromkeys(float_scalars(part) if kind is float else ())
 
     def visit(argument: object) -> None:
         if isinstance(argument, (list, tuple)):

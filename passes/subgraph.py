@@ -76,7 +76,15 @@ def _leaf_signature(node: fx.Node) -> str:
     if isinstance(found, Tensor):
         sizes = ["s" if isinstance(s, torch.SymInt) else str(s) for s in found.shape]
         return f"tensor {found.dtype} {sizes}"
-    return "symbol" if isinstance(found, (torch.SymInt, torch.SymFloat)) else f"value {found!r}"
+    if isinstance(found, torch.SymFloat):
+        return f"value {float(found)!r}"
+    return "symbol" if isinstance(found, torch.SymInt) else f"value {found!r}"
+
+
+def float_scalars(part: Slice) -> tuple[float, ...]:
+    """Values of the floats that a slice reads as inputs."""
+    found = (value(n) for n in part.scalars)
+    return tuple(float(v) for v in found if isinstance(v, (float, torch.SymFloat)))
 
 
 def cut(
@@ -128,6 +136,8 @@ def _describe(node: fx.Node) -> str:
 def _leaf_kind(flow: DataFlow, node: fx.Node) -> str:
     if node in flow.parameters:
         return "weight"
+    if isinstance(value(node), torch.SymFloat) and _scalar_source(flow, node):
+        return "scalar"
     if node.op in ("placeholder", "get_attr"):
         found = value(node)
         if isinstance(found, Tensor):
@@ -144,6 +154,14 @@ def _leaf_kind(flow: DataFlow, node: fx.Node) -> str:
     ):
         return "weight"
     return "body"
+
+
+def _scalar_source(flow: DataFlow, node: fx.Node) -> bool:
+    """Whether a number comes from a Python float of the model, which Dynamo passes in as a 0-d tensor."""
+    return node.op == "placeholder" or all(
+        a.op == "placeholder" and (t := tensor(a)) is not None and t.ndim == 0
+        for a in flow.inputs[node]
+    )
 
 
 # ---- running
@@ -259,6 +277,9 @@ class Runner:
         found = value(node)
         if isinstance(found, torch.SymInt):
             return self.sizes.of(found)
+        if isinstance(found, torch.SymFloat):
+            # reading it guards on it: the model is compiled again when the number changes
+            return float(found)
         if isinstance(found, (int, float, bool)):
             return found
         raise SliceError(f"the value of '{node.name}' is not known before the model runs")

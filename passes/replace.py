@@ -1,0 +1,166 @@
+"""Put `moeflex::moe_layer` in the place of a proven block.
+
+The graph may be a torch-level one with in-place operators, so `graph.eliminate_dead_code()` is never called: it would
+delete cache updates. Only nodes that nothing reads any more, and that wrote to nothing but memory of their own block,
+are erased.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from moe_compiler.errors import MoeflexError
+from moe_compiler.ir import MoEPlan, Score
+from moe_compiler.passes.dataflow import DataFlow, is_inplace, num_rows, op_name, tensor
+from moe_compiler.passes.match_moe import Match
+
+_CHECKS = frozenset(
+    "_assert_scalar _assert_tensor_metadata _check _check_is_size sym_constrain_range "
+    "sym_constrain_range_for_size _assert_async".split()
+)
+"""Nodes without a result that only watch values of the block; they go with it."""
+
+
+class ReplaceError(MoeflexError):
+    """A proven block cannot be cut out of its graph; the text is the reason, the graph is unchanged."""
+
+
+def replace_region(
+    gm: fx.GraphModule, match: Match, plan: MoEPlan, *, flow: DataFlow, absorb_router: bool = False
+) -> fx.Node:
+    """Replace one block.
+
+    Args:
+        gm: the graph, edited in place; `recompile()` is left to the caller.
+        match: the block, found in this graph.
+        plan: what the op shall compute; its router is EXTERNAL unless `absorb_router`.
+        flow: `MatchResult.flow`, taken before any replacement.
+        absorb_router: the op takes logits (and bias) instead of ids and weights.
+
+    Returns:
+        The node that now stands for the block's output.
+
+    Raises:
+        ReplaceError: memory of the block is aliased in a way that the replacement would change; nothing was edited.
+    """
+    _refuse_aliases(flow, match)
+    graph = gm.graph
+    output = tensor(match.output)
+    assert output is not None
+    rows = num_rows(match.output)
+    with graph.inserting_before(match.output):
+        if absorb_router:
+            assert match.logits is not None and plan.router.score is not Score.EXTERNAL
+            router = [match.logits] + ([match.router_bias] if match.router_bias else [])
+        else:
+            router = [match.ids, _sparse_weights(graph, match)]
+        layer = graph.call_function(
+            torch.ops.moeflex.moe_layer.default,
+            (match.x, router, list(match.experts), plan.key),
+        )
+        layer.meta = _meta(match.output, output.reshape(-1, output.shape[-1]))
+        result = layer if output.ndim == 2 else _like_output(graph, match, layer)
+    _redirect(flow, match, result)
+    _erase(graph, match, keep={layer, result})
+    assert rows == num_rows(result)
+    return result
+
+
+def _sparse_weights(graph: fx.Graph, match: Match) -> fx.Node:
+    """Weights [T, K]: as they are, or picked out of the dense [T, E]."""
+    if not match.region.dense_weights:
+        return match.weights
+    dense, ids = tensor(match.weights), tensor(match.ids)
+    assert dense is not None and ids is not None
+    picked = graph.call_function(torch.gather, (match.weights, -1, match.ids))
+    picked.meta = _meta(match.weights, dense.new_empty(ids.shape))
+    return picked
+
+
+def _meta(origin: fx.Node, fake: torch.Tensor) -> dict[str, object]:
+    """Metadata of a new node: where it came from, and its fake value under the name the graph uses."""
+    key = "val" if "val" in origin.meta else "example_value"
+    kept = {k: origin.meta[k] for k in ("nn_module_stack", "stack_trace") if k in origin.meta}
+    return {**kept, key: fake}
+
+
+def _like_output(graph: fx.Graph, match: Match, layer: fx.Node) -> fx.Node:
+    """[T, H] back to the shape of the block's output; a [B, S, H] output has the leading sizes of x."""
+    output, x = tensor(match.output), tensor(match.x)
+    assert output is not None and x is not None
+    if not any(isinstance(s, torch.SymInt) for s in output.shape):
+        shaped = graph.call_method("reshape", (layer, tuple(int(s) for s in output.shape)))
+        if "val" in match.output.meta:
+            shaped.target, shaped.op = torch.ops.aten.reshape.default, "call_function"
+            shaped.args = (layer, [int(s) for s in output.shape])
+    elif tuple(output.shape) == tuple(x.shape):
+        shaped = graph.call_function(torch.ops.aten.view_as.default, (layer, match.x))
+    else:
+        shaped = graph.call_function(torch.ops.aten.view_as.default, (layer, _node_of_shape(match)))
+    shaped.meta = _meta(match.output, output)
+    return shaped
+
+
+def _node_of_shape(match: Match) -> fx.Node:
+    """A node outside of the block's body with the output's (symbolic) shape."""
+    wanted = tensor(match.output)
+    assert wanted is not None
+    body = set(match.body)
+    node: fx.Node | None = match.x
+    while node is not None:
+        found = tensor(node)
+        if found is not None and tuple(found.shape) == tuple(wanted.shape) and node not in body:
+            return node
+        node = node.all_input_nodes[0] if node.all_input_nodes else None
+    raise ReplaceError(f"no tensor of the dynamic shape {tuple(wanted.shape)} is at hand before the block")
+
+
+def _refuse_aliases(flow: DataFlow, match: Match) -> None:
+    output, x = tensor(match.output), tensor(match.x)
+    assert output is not None and x is not None
+    if output.ndim != 2 and any(isinstance(s, torch.SymInt) for s in output.shape):
+        if tuple(output.shape) != tuple(x.shape):
+            _node_of_shape(match)
+    end = flow.position[match.output]
+    for node in (match.x, match.ids, match.weights):
+        if flow.version_at(node, end) not in (node, flow.version_at(node, flow.position[node] + 1)):
+            raise ReplaceError(f"'{node.name}' is written to while the block runs")
+    body = set(match.body)
+    for node in match.body:
+        if is_inplace(node) and flow.storage(node) not in body:
+            raise ReplaceError(f"'{node.name}' writes to memory from outside of the block")
+    storage = flow.storage(match.output)
+    if storage in body:
+        for node in match.body:
+            if node is match.output or flow.storage(node) is not storage:
+                continue
+            is_view = node is not storage and not is_inplace(node)
+            if is_view and any(flow.position[u] > end for u in node.users):
+                raise ReplaceError(f"'{node.name}' looks at the result's memory after the block")
+
+
+def _redirect(flow: DataFlow, match: Match, result: fx.Node) -> None:
+    """Readers of the output, under whatever name they know its memory, read the result."""
+    end = flow.position[match.output]
+    names = [match.output]
+    storage = flow.storage(match.output)
+    body = set(match.body)
+    if storage in body:
+        names += [n for n in match.body if flow.storage(n) is storage and (n is storage or is_inplace(n))]
+    for name in dict.fromkeys(names):
+        for user in list(name.users):
+            if user is not result and flow.position.get(user, -1) > end:
+                user.replace_input_with(name, result)
+
+
+def _erase(graph: fx.Graph, match: Match, keep: set[fx.Node]) -> None:
+    body = set(match.body) - keep
+    for node in list(body):
+        for user in list(node.users):
+            if op_name(user) in _CHECKS and not user.users:
+                graph.erase_node(user)
+                body.discard(user)
+    for node in reversed(list(graph.nodes)):
+        if node in body and not node.users:
+            graph.erase_node(node)
