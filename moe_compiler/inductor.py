@@ -41,7 +41,7 @@ def compile_graph(
             inner = tag(inner)
         try:
             # A BaseException that asks dynamo to restart its analysis passes through here.
-            return compile_fx(
+            compiled: Callable[..., Any] = compile_fx(  # type: ignore[assignment]
                 gm,
                 list(example_inputs),
                 inner_compile=inner,
@@ -51,6 +51,7 @@ def compile_graph(
             if _is_missing_compiler(error):
                 raise ToolchainError(f"Inductor: {error}") from error
             raise
+    return compiled
 
 
 def cache_tag(options: Options) -> Any:
@@ -60,8 +61,9 @@ def cache_tag(options: Options) -> Any:
     cannot say: a change of how passes edit a graph, and of the op's schema. None on a torch without
     that setting.
     """
-    from torch.compiler import config
+    import torch.compiler
 
+    config: Any = getattr(torch.compiler, "config", None)
     if not hasattr(config, "cache_key_tag"):
         return None
     return config.patch(

@@ -103,6 +103,7 @@ class _Work:
         self.options = options
         self.num_nodes = len(gm.graph.nodes)
         self.matches: list[Any] = []
+        self.flow: Any = None
         self.placements: list[Placement] = []
         self.refused: list[NoMatch] = []
         self.notes: list[str] = []
@@ -175,6 +176,7 @@ class _Work:
 
             found = find_regions(self.gm, self.example_inputs)
             self.matches = list(found.matches)
+            self.flow = found.flow
             self.refused += found.refused
         for region in self.regions:
             log.debug("matched %s", region)
@@ -188,17 +190,11 @@ class _Work:
                 device = device_type_of([match.x, *match.experts])
                 placements.append(place(match.region, device, self.options))
             self.placements = placements
-            self.refused += [
-                NoMatch(
-                    name=region.name,
-                    module_class=region.module_class,
-                    node="",
-                    reason=placement.reason,
-                    detail="proven, and left to Inductor because no target takes it",
-                )
-                for region, placement in zip(self.regions, self.placements, strict=True)
-                if not placement.target
-            ]
+            for region, placement in zip(self.regions, self.placements, strict=True):
+                if not placement.target:
+                    self._refuse(
+                        region, placement.reason, "proven, and left to Inductor without a target"
+                    )
         for region, placement in zip(self.regions, self.placements, strict=True):
             log.info(
                 "%s: %s -> %s", region.name or "MoE block", region.router.kind, placement.title
@@ -221,27 +217,53 @@ class _Work:
             self.builds = Builds(self.regions, self.placements)
 
     def replace(self) -> None:
-        pairs = zip(
-            self.matches, self.placements, strict=False
-        )  # no placements without a plan stage
-        chosen = [(match, placement) for match, placement in pairs if placement.plan is not None]
-        if not chosen:
+        if not any(placement.target for placement in self.placements):
             return
         if self.skips("replace"):
             self.give_back("the stage 'replace' is disabled")
             return
         with self.stage("replace"):
-            from moe_compiler.passes.replace import replace_region
             from moe_compiler.runtime import op  # noqa: F401  defines the op
 
             self.original = _copy_graph(self.gm.graph)
-            for match, placement in chosen:
-                replace_region(
-                    self.gm, match, placement.plan, absorb_router=placement.absorb_router
-                )
+            self.placements = [
+                self._replace_one(match, placement)
+                for match, placement in zip(self.matches, self.placements, strict=True)
+            ]
             self.gm.graph.lint()
             self.gm.recompile()
         report_module.show_graph(self.gm, "after", self.folder)
+        self._check_strict()
+
+    def _replace_one(self, match: Any, placement: Placement) -> Placement:
+        """Replace one region; where its surroundings do not allow that, it stays with Inductor."""
+        from moe_compiler.passes.replace import ReplaceError, replace_region
+
+        if placement.plan is None:
+            return placement
+        try:
+            replace_region(
+                self.gm,
+                match,
+                placement.plan,
+                flow=self.flow,
+                absorb_router=placement.absorb_router,
+            )
+        except ReplaceError as error:
+            self._refuse(match.region, str(error), "proven, and left to Inductor in its graph")
+            return Placement(target="", reason=str(error))
+        return placement
+
+    def _refuse(self, region: MoERegion, reason: str, detail: str) -> None:
+        self.refused.append(
+            NoMatch(
+                name=region.name,
+                module_class=region.module_class,
+                node="",
+                reason=reason,
+                detail=detail,
+            )
+        )
 
     def inductor(self) -> Callable[..., Any]:
         start = time.perf_counter()

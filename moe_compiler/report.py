@@ -11,6 +11,7 @@ import os
 import threading
 from typing import Any
 
+import torch
 from torch import fx
 
 from moe_compiler.ir import MoERegion, NoMatch
@@ -133,9 +134,8 @@ def _plain(value: Any) -> Any:
 
 
 def _trace(name: str, encoding: str, payload: Any) -> None:
-    try:
-        from torch._logging import trace_structured
-    except ImportError:
+    trace_structured = getattr(torch._logging, "trace_structured", None)
+    if trace_structured is None:
         return
     trace_structured(
         "artifact",

@@ -40,9 +40,10 @@ _NAMESPACE = "moeflex"
 _FORWARD = f"{_NAMESPACE}::moe_layer"
 _BACKWARD = f"{_NAMESPACE}::moe_layer_backward"
 
-_library = torch.library.Library(_NAMESPACE, "FRAGMENT")
+_registry: Any = torch.library  # untyped upstream
+_library = _registry.Library(_NAMESPACE, "FRAGMENT")
 _cpu_lock = threading.Lock()
-_plain_cpu_library: torch.library.Library | None = None
+_plain_cpu_library: Any = None
 
 read_plan: Callable[[str], MoEPlan] = functools.lru_cache(maxsize=4096)(MoEPlan.from_key)
 
@@ -143,12 +144,12 @@ def _define() -> None:
         "bool[] mask) -> Tensor[]",
         tags=tags,
     )
-    torch.library.register_fake(_FORWARD, _fake_forward, lib=_library)
-    torch.library.register_fake(_BACKWARD, _fake_backward, lib=_library)
-    torch.library.register_autograd(
+    _registry.register_fake(_FORWARD, _fake_forward, lib=_library)
+    _registry.register_fake(_BACKWARD, _fake_backward, lib=_library)
+    _registry.register_autograd(
         _FORWARD, _differentiate, setup_context=_save_for_backward, lib=_library
     )
-    torch.library.register_autograd(_BACKWARD, _no_second_derivative, lib=_library)
+    _registry.register_autograd(_BACKWARD, _no_second_derivative, lib=_library)
     _library.impl("moe_layer", _plain_forward, "CUDA")
     for key in ("CPU", "CUDA"):
         _library.impl("moe_layer_backward", _plain_backward, key)
@@ -159,7 +160,7 @@ def use_plain_cpu() -> None:
     global _plain_cpu_library
     with _cpu_lock:
         if _plain_cpu_library is None:
-            _plain_cpu_library = torch.library.Library(_NAMESPACE, "IMPL", "CPU")
+            _plain_cpu_library = _registry.Library(_NAMESPACE, "IMPL", "CPU")
             _plain_cpu_library.impl("moe_layer", _plain_forward)
 
 
@@ -181,7 +182,7 @@ def load_cpu_library(load: Callable[[], None]) -> None:
         try:
             load()
         except BaseException:
-            _plain_cpu_library = torch.library.Library(_NAMESPACE, "IMPL", "CPU")
+            _plain_cpu_library = _registry.Library(_NAMESPACE, "IMPL", "CPU")
             _plain_cpu_library.impl("moe_layer", _plain_forward)
             raise
         log.info("moeflex::moe_layer on CPU tensors is now served by the compiled target")

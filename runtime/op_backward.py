@@ -237,7 +237,8 @@ def _slope(spec: ActivationSpec, z: Tensor) -> Tensor:
         return sigmoid * (1 + spec.alpha * z * (1 - sigmoid))
     if kind in (ActivationKind.GELU, ActivationKind.GELU_TANH):
         approximate = "none" if kind is ActivationKind.GELU else "tanh"
-        return torch.ops.aten.gelu_backward(torch.ones_like(z), z, approximate=approximate)
+        slope: Tensor = torch.ops.aten.gelu_backward(torch.ones_like(z), z, approximate=approximate)
+        return slope
     if kind is ActivationKind.RELU:
         return (z > 0).to(z.dtype)
     if kind is ActivationKind.RELU2:
