@@ -97,7 +97,10 @@ class _KeptOnClear(list):  # type: ignore[type-arg]
 def _on_start(_args: Any) -> None:
     for before in _before_compile:
         before()
-    if _thread.flag_patch is not None or not is_marked(_starting_compiler()):
+    compiling = _starting_compilation()
+    if _thread.flag_patch is not None or not is_marked(compiling.get("compiler_fn")):
+        return
+    if _resumes_with_counts(compiling):
         return
     # Without the guard on tolist() the flag would turn a graph break into an error.
     if _tolist_is_guarded() and not getattr(torch._dynamo.config, FLAG, True):
@@ -111,14 +114,30 @@ def _on_end(_args: Any) -> None:
         patch.__exit__(None, None, None)
 
 
-def _starting_compiler() -> Any:
-    """The backend of the compilation that is about to start: dynamo tells its callbacks no more than an id."""
+def _starting_compilation() -> dict[str, Any]:
+    """What dynamo knows of the compilation that is about to start; its callbacks get only an id."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "_compile" and "compiler_fn" in frame.f_locals:
-            return frame.f_locals["compiler_fn"]
+            return frame.f_locals
         frame = frame.f_back
-    return None
+    return {}
+
+
+def _resumes_with_counts(compiling: dict[str, Any]) -> bool:
+    """Whether this is the rest of a frame that broke at `tolist()`.
+
+    Its list holds the counts of one routing. A loop captured whole would be specialised to them and compiled again
+    for the next routing; in fragments it is not.
+    """
+    name = getattr(compiling.get("code"), "co_name", "")
+    values = compiling.get("locals")
+    if not name.startswith("torch_dynamo_resume_in") or not isinstance(values, dict):
+        return False
+    return any(
+        isinstance(value, list) and len(value) > 1 and all(type(entry) is int for entry in value)
+        for value in values.values()
+    )
 
 
 def _tensor_variable() -> Any:
