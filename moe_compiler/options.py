@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_origin
 
 from moe_compiler.errors import OptionError
 from moe_compiler.settings import Settings
@@ -144,7 +144,9 @@ def _mode(mode: Any) -> str:
 def _inductor(given: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     if not given:
         return ()
-    from torch._inductor import config
+    from torch._inductor import config as inductor_config
+
+    config: Any = inductor_config
 
     known = config.get_config_copy()
     patches = {}
@@ -152,9 +154,10 @@ def _inductor(given: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
         key = name.replace("-", "_") if isinstance(name, str) else name
         if key not in known:
             raise OptionError(_unknown(name, known))
-        default = known[key]
-        if isinstance(default, bool) and not isinstance(value, bool):
-            raise OptionError(f"Inductor's option {key!r} takes True or False; got {value!r}")
+        kind = config.get_type(key)
+        # As torch.compile checks them: a union, or a list of something, is let through.
+        if isinstance(kind, type) and get_origin(kind) is None and not isinstance(value, kind):
+            raise OptionError(f"Inductor's option {key!r} takes a {kind.__name__}; got {value!r}")
         patches[key] = value
     return tuple(sorted(patches.items()))
 
