@@ -27,7 +27,7 @@ from moe_compiler.errors import BuildError, ToolchainError
 log = logging.getLogger(__name__)
 
 TEMPLATES = Path(__file__).resolve().parent.parent / "templates"
-LAYER_TEMPLATE = TEMPLATES / "cuda" / "layer.cu.in"
+LAYER_TEMPLATE = TEMPLATES / "cuda" / "layer.cu.tmpl"
 # ptxas: setmaxnreg ignored; wgmma serialised (function call, register allocation).
 REFUSED_WARNINGS = ("C7508", "C7510", "C7514")
 _SLOW_BUILD_S = 1.0

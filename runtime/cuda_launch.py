@@ -71,7 +71,6 @@ class LayerArgs(ctypes.Structure):
                 "intermediate",
                 "chunk_row_tiles",
                 "up_first",
-                "bias13_stride",
                 "bias13_expert_stride",
             )
         ),
@@ -131,7 +130,7 @@ def plan_workspace(config: KernelConfig, plan: MoEPlan, num_tokens: int) -> Work
         num_tiles = num_routes // config.block_m + min(experts.num_experts, num_routes)
         num_rows = num_tiles * config.block_m
         control = 128 + experts.num_experts + 2 * num_tiles
-        routes = num_routes + 2 * num_tiles + 2 * num_rows
+        routes = num_routes + experts.num_experts + 1 + 2 * num_tiles + 2 * num_rows
         y_bytes = num_rows * experts.hidden * 2
     else:
         num_rows = num_routes
@@ -193,13 +192,15 @@ def _matrix(tensor: Tensor, orientation: Orientation, first_row: int, num_rows: 
 
 
 def split_gate_up(spec: ExpertSpec, tensors: Mapping[str, Tensor]) -> tuple[Matrix, Matrix | None]:
-    """Gate and up as views of the expert tensors; up is None when not gated."""
+    """Gate and up as views of the expert tensors; up is None when not gated, or when gate holds both as neighbours."""
     orientation, rows = spec.w13_orientation, spec.intermediate
     if spec.gate_layout is GateLayout.NONE:
         return _matrix(tensors["w1"], orientation, 0, rows, 1), None
     if spec.gate_layout is GateLayout.SEPARATE:
         return _matrix(tensors["w1"], orientation, 0, rows, 1), _matrix(tensors["w3"], orientation, 0, rows, 1)
     first, step = _halves(spec)
+    if step == 2 and orientation is Orientation.IN_OUT:  # neighbours along the contiguous axis: loaded as one matrix
+        return _matrix(tensors["w13"], orientation, 0, 2 * rows, 1), None
     pair = [_matrix(tensors["w13"], orientation, start, rows, step) for start in first]
     return pair[0], pair[1]
 
@@ -214,6 +215,11 @@ def _halves(spec: ExpertSpec) -> tuple[tuple[int, int], int]:
 
 def _slab_map(gate: Matrix, up: Matrix, dtype: str, num_slabs: int) -> TensorMap:
     """5-d map of K-major gate and up: [k, 8 rows, gate | up, rows / 8, expert]; the lower address comes first."""
+    if (gate.row_stride, gate.expert_stride) != (up.row_stride, up.expert_stride):
+        raise PlanError(
+            f"w1 and w3 must have the same strides; got {(gate.expert_stride, gate.row_stride)} and "
+            f"{(up.expert_stride, up.row_stride)}; make both contiguous"
+        )
     low, high = sorted((gate, up), key=lambda matrix: matrix.address)
     dims = (gate.k, 8, 2, gate.rows // 8, gate.num_experts)
     strides = (
@@ -286,7 +292,8 @@ class CudaLayer:
         down = _matrix(tensors["w2"], spec.w2_orientation, 0, spec.hidden, 1)
         self._experts = tuple(experts)
         self._addresses = tuple(tensor.data_ptr() for tensor in experts)
-        self._args.up_first = int(up is not None and up.address < gate.address)
+        up_first = spec.gate_layout is GateLayout.INTERLEAVED_UP_FIRST if up is None else up.address < gate.address
+        self._args.up_first = int(up_first)
         self._bind_biases(tensors)
         maps = self._prefill_maps(gate, up, down) if config.kernel == "prefill" else self._decode_maps(gate, up, down)
         self._maps = maps
@@ -301,10 +308,12 @@ class CudaLayer:
                 f"{role} must be {list(shape)} {dtype} on a GPU; got {list(tensor.shape)} {tensor.dtype} on "
                 f"{tensor.device}"
             )
-        if tensor.stride(-1) != 1 or any(2 * stride % 16 for stride in tensor.stride()[:-1]) and tensor.dim() == 3:
+        if tensor.dim() == 2 and tensor.is_contiguous():
+            return
+        if tensor.stride(-1) != 1 or tensor.dim() == 2 or any(stride % 8 for stride in tensor.stride()[:-1]):
             raise PlanError(
-                f"{role} must have a contiguous last axis and other strides that are multiples of 16 bytes; got "
-                f"strides {tensor.stride()}"
+                f"{role} must have a contiguous last axis and other strides that are multiples of 16 bytes (a bias: be "
+                f"contiguous); got strides {tensor.stride()}"
             )
         if tensor.data_ptr() % 16:
             raise PlanError(f"{role} must start at a multiple of 16 bytes; make it contiguous or move it")
@@ -312,11 +321,11 @@ class CudaLayer:
     def _bind_biases(self, tensors: Mapping[str, Tensor]) -> None:
         spec, args = self.plan.experts, self._args
         args.bias_gate = args.bias_up = args.bias_down = None
-        args.bias13_stride, args.bias13_expert_stride = 1, spec.intermediate
+        args.bias13_expert_stride = spec.intermediate
         if "b13" in tensors:
-            (gate, up), step = _halves(spec)
+            (gate, up), _ = _halves(spec)
             args.bias_gate, args.bias_up = (tensors["b13"].data_ptr() + 2 * first for first in (gate, up))
-            args.bias13_stride, args.bias13_expert_stride = step, tensors["b13"].stride(0)
+            args.bias13_expert_stride = tensors["b13"].stride(0)
         elif "b1" in tensors:
             args.bias_gate, args.bias13_expert_stride = tensors["b1"].data_ptr(), tensors["b1"].stride(0)
             args.bias_up = tensors["b3"].data_ptr() if "b3" in tensors else None
