@@ -45,6 +45,7 @@ from moe_compiler.passes.subgraph import Slice, SliceError, cut
 logger = logging.getLogger(__name__)
 
 MAX_TOP_K = 64
+MAX_CUTS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,42 +253,47 @@ def _match_frame(
         )
 
     logits = find_logits(flow, anchor, x)
-    found = _find_cut(flow, anchor, x, output, logits)
-    if isinstance(found, str):
-        return refuse(found)
-    weights, dense, part = found
-    try:
-        operands = find_operands(part)
-        candidate = Candidate(
-            flow=flow,
+    cuts = list(itertools.islice(_cuts(flow, anchor, x, output, logits), MAX_CUTS))
+    if isinstance(cuts[0], str):
+        return refuse(cuts[0])
+    failures = []
+    for found in cuts:
+        if isinstance(found, str):
+            continue
+        weights, dense, part = found
+        try:
+            candidate = Candidate(
+                flow=flow,
+                x=x,
+                ids=anchor,
+                weights=weights,
+                dense=dense,
+                logits=logits,
+                output=output,
+                part=part,
+                operands=find_operands(part),
+            )
+            proven = prove_region(candidate, name=name, module_class=module_class)
+        except (NoSpec, SliceError) as error:
+            failures.append(str(error))
+            continue
+        except Exception as error:  # a candidate that breaks us must not break the user's model
+            logger.warning("matching %s failed", place, exc_info=True)
+            return refuse(f"internal error while matching: {type(error).__name__}: {error}")
+        block = flow.ancestors([output], stop=[x], first=flow.position[x]) - {x}
+        return Match(
+            region=proven.region,
             x=x,
+            logits=logits,
+            router_bias=proven.router_bias,
             ids=anchor,
             weights=weights,
-            dense=dense,
-            logits=logits,
+            experts=proven.experts,
             output=output,
-            part=part,
-            operands=operands,
+            nodes=frozenset(block),
+            body=part.body,
         )
-        proven = prove_region(candidate, name=name, module_class=module_class)
-    except (NoSpec, SliceError) as error:
-        return refuse(str(error))
-    except Exception as error:  # a candidate that breaks us must not break the user's model
-        logger.warning("matching %s failed", place, exc_info=True)
-        return refuse(f"internal error while matching: {type(error).__name__}: {error}")
-    block = flow.ancestors([output], stop=[x], first=flow.position[x]) - {x}
-    return Match(
-        region=proven.region,
-        x=x,
-        logits=logits,
-        router_bias=proven.router_bias,
-        ids=anchor,
-        weights=weights,
-        experts=proven.experts,
-        output=output,
-        nodes=frozenset(block),
-        body=part.body,
-    )
+    return refuse(failures[0])
 
 
 def _has_two_gemms(flow: DataFlow, anchor: fx.Node, x: fx.Node, output: fx.Node) -> bool:
@@ -328,20 +334,20 @@ def _adds_bias(flow: DataFlow, node: fx.Node, product: fx.Node) -> bool:
     )
 
 
-def _find_cut(
+def _cuts(
     flow: DataFlow, anchor: fx.Node, x: fx.Node, output: fx.Node, logits: fx.Node | None
-) -> tuple[fx.Node, bool, Slice] | str:
-    """Find the combine weights: (node, dense, slice), or the reason why there are none."""
+) -> Iterator[tuple[fx.Node, bool, Slice] | str]:
+    """Places for the combine weights, latest first: (node, dense, slice); the reason when there is none."""
     router = _router_only(flow, anchor, x, output, logits)
     rows, top_k = num_rows(anchor), last_size(anchor)
     width = last_size(logits) if logits is not None else None
-    floats = [n for n in router if is_float(n) and num_rows(n) == rows]
-    latest = sorted(floats, key=flow.position.__getitem__, reverse=True)
-    sparse = [n for n in latest if last_size(n) == top_k]
-    dense = [n for n in latest if width is not None and last_size(n) == width and n is not logits]
-    reason = ""
-    for weights in sparse + dense:
-        is_dense = weights in dense and weights not in sparse
+    reason, count = "", 0
+    for weights in sorted(router, key=flow.position.__getitem__, reverse=True):
+        size = last_size(weights)
+        if not is_float(weights) or num_rows(weights) != rows or size not in (top_k, width):
+            continue
+        if weights is logits:
+            continue
         try:
             part = cut(flow, [x, anchor, weights], [output])
         except SliceError as error:
@@ -350,10 +356,10 @@ def _find_cut(
         body = set(part.body)
         if (logits is not None and logits in body) or weights not in _read_by(flow, body):
             continue
-        return weights, is_dense, part
-    if not sparse and not dense:
-        return "no combine weights [T, K] or [T, E] are computed beside the ids"
-    return reason or "its experts cannot be computed from hidden states, ids and combine weights alone"
+        count += 1
+        yield weights, size != top_k, part
+    if count == 0:
+        yield reason or "no combine weights [T, K] or [T, E] are computed beside the ids"
 
 
 def _read_by(flow: DataFlow, body: set[fx.Node]) -> set[fx.Node]:

@@ -102,7 +102,7 @@ def _match(problem: RouterProblem, recorder: Recorder) -> RouterMatch | NoMatchR
     native: list[Observation] = []
     proven: list[tuple[RouterSpec, float]] = []
     explained: list[RouterSpec] = []
-    for rules in _rule_sets(problem, seen, proven):
+    for rules in _rule_sets(recorder, seen, proven):
         explained.extend(rules)
         for spec in _explanations(problem, recorder, rules, seen):
             error = _error(spec, fresh)
@@ -121,12 +121,12 @@ def _match(problem: RouterProblem, recorder: Recorder) -> RouterMatch | NoMatchR
 
 
 def _rule_sets(
-    problem: RouterProblem, seen: Sequence[Observation], proven: Sequence[object]
+    recorder: Recorder, seen: Sequence[Observation], proven: Sequence[object]
 ) -> Iterator[list[RouterSpec]]:
     """Sets of selection rules to try in turn; the last one only while `proven` stays empty."""
-    rules = Rules(problem, seen)
+    rules = Rules(recorder, seen)
     yield rules.plain()
-    yield rules.grouped(problem.int_constants)
+    yield rules.grouped(recorder.problem.int_constants)
     if not proven:
         yield rules.grouped(None)
 

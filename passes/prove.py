@@ -6,6 +6,7 @@ the same shapes, in another layer) are proven once a process.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import threading
@@ -25,6 +26,7 @@ from moe_compiler.ir import (
 )
 from moe_compiler.passes import describe
 from moe_compiler.passes.dataflow import id_bound, num_rows, shape_hint, tensor
+from moe_compiler.passes.explain import explain_mismatch
 from moe_compiler.passes.match_experts import (
     TOLERANCE,
     ExpertRun,
@@ -158,7 +160,7 @@ def _prove(candidate: Candidate) -> _Outcome:
             break
         except (NoSpec, SliceError) as failure:
             # a reason at small sizes may come from the shrinking: the sizes as they are decide
-            reason, spec = str(failure), None
+            reason, spec = _explained(make_run(candidate.operands), failure), None
     router: RouterMatch | None = None
     note = ""
     if spec is not None:
@@ -184,6 +186,14 @@ def _prove(candidate: Candidate) -> _Outcome:
         proof=proof,
         reason=reason,
     )
+
+
+def _explained(run: ExpertRun, failure: Exception) -> str:
+    """The property of an MoE block that is missing, or what the matcher said."""
+    if isinstance(failure, NoSpec):
+        with contextlib.suppress(SliceError):
+            return explain_mismatch(run) or str(failure)
+    return str(failure)
 
 
 def _run_bytes(run: ExpertRun) -> int:

@@ -327,12 +327,14 @@ def native_observations(recorder: Recorder, seed: int) -> list[Observation]:
     few = problem.num_tokens < 8
     if not problem.has_bias:
         return [recorder.observe_native(rows(32 if few else 96), None)]
-    # Sizes at which the bias decides between scores that a lower precision rounds together.
+    # Sizes at which the bias decides between scores that a lower precision rounds together; the
+    # last one makes most of them negative, so that experts of lost groups win where the fill is 0.
     biases = (
         0.1 * noise(num_experts),
         0.5 + 1e-4 * (4 * noise(num_experts)).round(),
         1e-3 * noise(num_experts),
         0.02 / num_experts * noise(num_experts),
+        -3 + 0.1 * noise(num_experts),
     )
     return [
         recorder.observe_native(rows(16 if few else 32), bias.to(problem.bias_dtype))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_compiler.ir import GroupScore, RouterSpec, Score
-from moe_compiler.passes.router_probe import Observation, RouterProblem
+from moe_compiler.passes.router_probe import Observation, Recorder
 from moe_compiler.reference import group_scores, score_logits, selection_scores
 
 # Two spellings of one score differ by less in fp64; smaller differences count as ties.
@@ -23,10 +23,12 @@ _GUESS_SHARE = 0.6
 class Rules:
     """The selection rules that explain every recorded id, cheapest first."""
 
-    def __init__(self, problem: RouterProblem, observations: Sequence[Observation]) -> None:
-        self._problem = problem
+    def __init__(self, recorder: Recorder, observations: Sequence[Observation]) -> None:
+        self._recorder = recorder
+        self._problem = recorder.problem
         self._observations = observations
         self._scores: dict[Score, list[Tensor]] = {}
+        self._measured: dict[int, int | None] = {}
 
     def plain(self) -> list[RouterSpec]:
         """Rules without a group limit."""
@@ -76,13 +78,52 @@ class Rules:
         # Without a bias, scores are positive and the fill value cannot be seen.
         signed = rule.has_bias or rule.score is Score.IDENTITY
         fills = (float("-inf"), 0.0) if signed else (float("-inf"),)
-        for group_score in GroupScore:
-            if group_score is GroupScore.TOP2_SUM and num_groups == rule.num_experts:
-                continue
-            limited = dataclasses.replace(rule, num_groups=num_groups, group_score=group_score)
-            for kept in self._kept_groups(limited, numbers):
+        largest = dataclasses.replace(rule, num_groups=num_groups, group_score=GroupScore.MAX)
+        best_two = dataclasses.replace(largest, group_score=GroupScore.TOP2_SUM)
+        for limited, kept_groups in (
+            (largest, self._kept_groups(largest, numbers)),
+            (best_two, self._measured_kept(num_groups)),
+        ):
+            for kept in kept_groups:
+                if kept * (rule.num_experts // num_groups) < rule.top_k:
+                    continue
                 for fill in fills:
                     yield dataclasses.replace(limited, top_k_groups=kept, group_fill=fill)
+
+    def _measured_kept(self, num_groups: int) -> list[int]:
+        """The number of kept groups, if groups are scored by the sum of their best two."""
+        if num_groups == self._problem.num_experts:
+            return []
+        if num_groups not in self._measured:
+            self._measured[num_groups] = self._measure_kept(num_groups)
+        kept = self._measured[num_groups]
+        return [] if kept is None else [kept]
+
+    def _measure_kept(self, num_groups: int) -> int | None:
+        """Bisect how many groups must be better than that of the best expert until it is lost.
+
+        Row r has r groups of good experts; the best expert sits in the last group, beside low ones.
+        """
+        num_experts = self._problem.num_experts
+        size = num_experts // num_groups
+        num_points = max(8, min(self._problem.num_tokens, 64))
+        bias = torch.ones(num_experts, dtype=torch.float64) if self._problem.has_bias else None
+        wiggle = 1e-3 * torch.linspace(0, 1, num_experts, dtype=torch.float64)
+        low, high = 0, num_groups - 1
+        while True:
+            points = torch.linspace(low, high, num_points).round().long().unique()
+            good = torch.arange(num_experts) // size < points.unsqueeze(-1)
+            logits = torch.where(good, 0.9, 0.05) + wiggle
+            logits[:, -1] = 1.0
+            seen = self._recorder.observe(logits, bias)
+            assert seen.ids is not None
+            selected = (seen.ids == num_experts - 1).any(-1)
+            count = int(selected.sum())
+            if not 0 < count < len(points) or bool(selected[count:].any()):
+                return None
+            low, high = int(points[count - 1]), int(points[count])
+            if high - low == 1:
+                return high
 
     def _kept_groups(self, rule: RouterSpec, numbers: set[int] | None) -> list[int]:
         """Possible numbers of kept groups: all used ones, none with a better expert left unused."""
@@ -107,12 +148,9 @@ class Rules:
         kept = torch.arange(num_groups).unsqueeze(-1)
         votes = ((lowest <= kept) & (kept <= highest)).double().mean(-1)
         enough = max(_GUESS_SHARE, float(votes.max()) - 0.05)
-        candidates = (votes >= enough).nonzero().flatten().tolist()
-        return [
-            k
-            for k in candidates
-            if k * size >= rule.top_k and (k in numbers if numbers is not None else True)
-        ][:8]
+        # The largest number leaves the least choice among lost experts that tie at the fill value.
+        candidates = (votes >= enough).nonzero().flatten().tolist()[::-1]
+        return [k for k in candidates if k > 0 and (numbers is None or k in numbers)][:8]
 
 
 def legal_rows(
