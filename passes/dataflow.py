@@ -141,6 +141,8 @@ class DataFlow:
         constant: nodes with no data source upstream.
         inputs: node -> versions of the tensors (and sizes) that it reads, constants included.
         data_inputs, data_users: the same without constants.
+        replaced: outputs of blocks that were replaced -> what stands for them now; the rest of this object
+            describes the graph before any replacement.
     """
 
     def __init__(self, graph: fx.Graph, parameters: Iterable[fx.Node]) -> None:
@@ -153,6 +155,7 @@ class DataFlow:
         self._base: dict[fx.Node, fx.Node] = {}
         self._trace_versions()
         self._classify()
+        self.replaced: dict[fx.Node, fx.Node] = {}
         self._post_dominators: dict[tuple[int, int], dict[fx.Node, fx.Node | None]] = {}
 
     # ---- versions

@@ -12,7 +12,7 @@ from torch import fx
 
 from moe_compiler.errors import MoeflexError
 from moe_compiler.ir import MoEPlan, Score
-from moe_compiler.passes.dataflow import DataFlow, is_inplace, num_rows, op_name, tensor
+from moe_compiler.passes.dataflow import DataFlow, is_inplace, op_name, tensor, value
 from moe_compiler.passes.match_moe import Match
 
 _CHECKS = frozenset(
@@ -48,22 +48,21 @@ def replace_region(
     graph = gm.graph
     output = tensor(match.output)
     assert output is not None
-    rows = num_rows(match.output)
     with graph.inserting_before(match.output):
         if absorb_router:
             assert match.logits is not None and plan.router.score is not Score.EXTERNAL
             router = [match.logits] + ([match.router_bias] if match.router_bias else [])
         else:
             router = [match.ids, _sparse_weights(graph, match)]
+        x = flow.replaced.get(match.x, match.x)
         layer = graph.call_function(
             torch.ops.moeflex.moe_layer.default,
-            (match.x, router, list(match.experts), plan.key),
+            (x, router, list(match.experts), plan.key),
         )
         layer.meta = _meta(match.output, output.reshape(-1, output.shape[-1]))
-        result = layer if output.ndim == 2 else _like_output(graph, match, layer)
+        result = layer if output.ndim == 2 else _like_output(graph, match, layer, flow)
     _redirect(flow, match, result)
     _erase(graph, match, keep={layer, result})
-    assert rows == num_rows(result)
     return result
 
 
@@ -85,7 +84,7 @@ def _meta(origin: fx.Node, fake: torch.Tensor) -> dict[str, object]:
     return {**kept, key: fake}
 
 
-def _like_output(graph: fx.Graph, match: Match, layer: fx.Node) -> fx.Node:
+def _like_output(graph: fx.Graph, match: Match, layer: fx.Node, flow: DataFlow) -> fx.Node:
     """[T, H] back to the shape of the block's output; a [B, S, H] output has the leading sizes of x."""
     output, x = tensor(match.output), tensor(match.x)
     assert output is not None and x is not None
@@ -95,9 +94,13 @@ def _like_output(graph: fx.Graph, match: Match, layer: fx.Node) -> fx.Node:
             shaped.target, shaped.op = torch.ops.aten.reshape.default, "call_function"
             shaped.args = (layer, [int(s) for s in output.shape])
     elif tuple(output.shape) == tuple(x.shape):
-        shaped = graph.call_function(torch.ops.aten.view_as.default, (layer, match.x))
+        x_now = flow.replaced.get(match.x, match.x)
+        shaped = graph.call_function(torch.ops.aten.view_as.default, (layer, x_now))
     else:
-        shaped = graph.call_function(torch.ops.aten.view_as.default, (layer, _node_of_shape(match)))
+        other = _node_of_shape(match)
+        shaped = graph.call_function(
+            torch.ops.aten.view_as.default, (layer, flow.replaced.get(other, other))
+        )
     shaped.meta = _meta(match.output, output)
     return shaped
 
@@ -149,18 +152,28 @@ def _redirect(flow: DataFlow, match: Match, result: fx.Node) -> None:
     if storage in body:
         names += [n for n in match.body if flow.storage(n) is storage and (n is storage or is_inplace(n))]
     for name in dict.fromkeys(names):
+        flow.replaced[name] = result
         for user in list(name.users):
             if user is not result and flow.position.get(user, -1) > end:
                 user.replace_input_with(name, result)
 
 
 def _erase(graph: fx.Graph, match: Match, keep: set[fx.Node]) -> None:
-    body = set(match.body) - keep
-    for node in list(body):
-        for user in list(node.users):
-            if op_name(user) in _CHECKS and not user.users:
-                graph.erase_node(user)
-                body.discard(user)
+    """Erase the body, the size checks on it, and what of the router nothing reads any more."""
+    doomed = set(match.body) - keep
+    for node in graph.nodes:
+        if node not in doomed and _watches(node, doomed):
+            doomed.add(node)
+    doomed |= {n for n in match.nodes if not is_inplace(n)} - keep
     for node in reversed(list(graph.nodes)):
-        if node in body and not node.users:
+        if node in doomed and not node.users:
             graph.erase_node(node)
+
+
+def _watches(node: fx.Node, doomed: set[fx.Node]) -> bool:
+    """Whether a node only computes with, or checks, sizes of doomed tensors."""
+    reads = node.all_input_nodes
+    if not reads or not all(a in doomed for a in reads):
+        return False
+    found = value(node)
+    return isinstance(found, (torch.SymInt, torch.SymBool)) or op_name(node) in _CHECKS
