@@ -12,7 +12,7 @@ from torch import fx
 
 from moe_compiler.errors import MoeflexError
 from moe_compiler.ir import MoEPlan, Score
-from moe_compiler.passes.dataflow import DataFlow, is_inplace, op_name, tensor, value
+from moe_compiler.passes.dataflow import DataFlow, is_inplace, op_name, tensor
 from moe_compiler.passes.match_moe import Match
 
 _CHECKS = frozenset(
@@ -171,9 +171,10 @@ def _erase(graph: fx.Graph, match: Match, keep: set[fx.Node]) -> None:
 
 
 def _watches(node: fx.Node, doomed: set[fx.Node]) -> bool:
-    """Whether a node only computes with, or checks, sizes of doomed tensors."""
+    """Whether a node reads nothing but doomed tensors and does nothing but compute, or check, with them."""
     reads = node.all_input_nodes
-    if not reads or not all(a in doomed for a in reads):
+    if node.op not in ("call_function", "call_method") or not reads:
         return False
-    found = value(node)
-    return isinstance(found, (torch.SymInt, torch.SymBool)) or op_name(node) in _CHECKS
+    if not all(a in doomed for a in reads):
+        return False
+    return op_name(node) in _CHECKS or not is_inplace(node)
