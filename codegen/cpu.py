@@ -1,0 +1,201 @@
+"""The CPU kernel of one MoE layer: which types and constants, as source text.
+
+`choose_config` picks a `CpuConfig` from the plan, the dtypes and the instruction set; `render` writes the translation
+unit that names those choices. Everything with a branch or a loop is C++ under `templates/cpu`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import string
+from collections.abc import Sequence
+
+from moe_compiler.errors import PlanError
+from moe_compiler.ir import ActivationSpec, ExpertSpec, MoEPlan, Name, Score, WeightPosition
+
+
+class Isa(Name):
+    """An instruction set that the kernel is written for, narrow to wide."""
+
+    SCALAR = "scalar"  # plain C++; what the compiler makes of it
+    AVX2 = "avx2"
+    AVX512 = "avx512"
+    AVX512_BF16 = "avx512_bf16"
+
+
+class Compute(Name):
+    """What the multiply-adds take; sums are fp32, or fp64 for F64."""
+
+    BF16 = "KindBF16"  # pairs of bf16 into fp32
+    F32 = "KindF32"
+    F64 = "KindF64"
+
+
+_TYPES = {"bf16": "moeflex::bf16", "fp16": "moeflex::fp16", "fp32": "float", "fp64": "double"}
+_ELEMENT = {Compute.BF16: "bf16", Compute.F32: "fp32", Compute.F64: "fp64"}
+# Up to this many rows an expert's weights are streamed where they lie; above, they are packed into panels
+# (benchmarks/cpu_layer.py on Zen 4).
+_DIRECT_ROWS = {Compute.BF16: 16, Compute.F32: 16, Compute.F64: 0}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CpuConfig:
+    """All compile-time choices of one layer kernel.
+
+    Attributes:
+        isa: instruction set.
+        compute: what the multiply-adds take.
+        x_dtype, w13_dtype, w2_dtype, out_dtype: "bf16" | "fp16" | "fp32" | "fp64".
+        num_experts, hidden, intermediate: E, H, I.
+        gated: there is an up projection next to the gate.
+        batch_invariant: every row count takes the panel form.
+        direct_rows: up to this many rows an expert takes the direct form.
+        weight_position: where the combine weight enters.
+        activation: the activation.
+    """
+
+    isa: Isa
+    compute: Compute
+    x_dtype: str
+    w13_dtype: str
+    w2_dtype: str
+    out_dtype: str
+    num_experts: int
+    hidden: int
+    intermediate: int
+    gated: bool
+    batch_invariant: bool
+    direct_rows: int
+    weight_position: WeightPosition
+    activation: ActivationSpec
+
+    @property
+    def name(self) -> str:
+        """Short name, for people and for the build cache."""
+        shape = f"e{self.num_experts}-h{self.hidden}-i{self.intermediate}"
+        return f"cpu-moe-{self.x_dtype}-{self.w13_dtype}-{shape}-{self.isa.value}"
+
+
+def role_dtypes(spec: ExpertSpec, weight_dtypes: Sequence[str]) -> dict[str, str]:
+    """The dtype of each tensor role.
+
+    Args:
+        spec: the experts.
+        weight_dtypes: one a role, or one a tensor (list storage), or a single one for all.
+
+    Raises:
+        PlanError: the number of dtypes fits none of these, or the tensors of a role differ.
+    """
+    roles, given = spec.tensor_roles, tuple(weight_dtypes)
+    if len(given) == 1:
+        return dict.fromkeys(roles, given[0])
+    if len(given) == len(roles):
+        return dict(zip(roles, given, strict=True))
+    if len(given) != spec.num_tensors:
+        raise PlanError(
+            f"the experts have {len(roles)} roles ({', '.join(roles)}) in {spec.num_tensors} tensors; "
+            f"got {len(given)} dtypes"
+        )
+    count = spec.num_experts
+    found = {}
+    for i, role in enumerate(roles):
+        dtypes = set(given[i * count : (i + 1) * count])
+        if len(dtypes) != 1:
+            raise PlanError(
+                f"the tensors of role {role!r} must share one dtype; got {', '.join(sorted(dtypes))}"
+            )
+        found[role] = dtypes.pop()
+    return found
+
+
+def unsupported(plan: MoEPlan, x_dtype: str, weight_dtypes: Sequence[str]) -> str | None:
+    """Why the CPU kernel cannot compute this plan with these dtypes; None when it can."""
+    if plan.router.score is not Score.EXTERNAL:
+        return "the CPU kernel takes ids and weights from the graph; this plan holds a router"
+    try:
+        roles = role_dtypes(plan.experts, weight_dtypes)
+    except PlanError as error:
+        return str(error)
+    dtypes = {"x": x_dtype, "the result": plan.out_dtype or x_dtype, **roles}
+    for what, dtype in dtypes.items():
+        if dtype not in _TYPES:
+            return f"the CPU kernel computes in {', '.join(_TYPES)}; {what} is {dtype}"
+    sizes = (plan.experts.num_experts, plan.experts.hidden, plan.experts.intermediate)
+    return None if min(sizes) > 0 else f"the layer is empty: E, H, I = {sizes}"
+
+
+def choose_config(
+    plan: MoEPlan, x_dtype: str, weight_dtypes: Sequence[str], isa: Isa
+) -> CpuConfig:
+    """Pick the kernel of `plan` for these dtypes on `isa`.
+
+    Raises:
+        PlanError: see `role_dtypes`.
+    """
+    spec = plan.experts
+    roles = role_dtypes(spec, weight_dtypes)
+    first, second = roles[spec.tensor_roles[0]], roles["w2"]
+    compute = _compute(x_dtype, first, second, isa)
+    return CpuConfig(
+        isa=isa,
+        compute=compute,
+        x_dtype=x_dtype,
+        w13_dtype=first,
+        w2_dtype=second,
+        out_dtype=plan.out_dtype or x_dtype,
+        num_experts=spec.num_experts,
+        hidden=spec.hidden,
+        intermediate=spec.intermediate,
+        gated=spec.gated,
+        batch_invariant=plan.batch_invariant,
+        direct_rows=_DIRECT_ROWS[compute],
+        weight_position=spec.weight_position,
+        activation=spec.activation,
+    )
+
+
+def _compute(x_dtype: str, first: str, second: str, isa: Isa) -> Compute:
+    if "fp64" in (x_dtype, first, second):
+        return Compute.F64
+    if isa is Isa.AVX512_BF16 and x_dtype == first == second == "bf16":
+        return Compute.BF16
+    return Compute.F32
+
+
+def render(config: CpuConfig, template: str) -> str:
+    """The C++ source of `config`.
+
+    Args:
+        config: the choices.
+        template: text of `templates/cpu/kernel.cpp.in`.
+    """
+    act = config.activation
+    limits = ("alpha", "gate_min", "gate_max", "up_min", "up_max", "up_shift")
+    return string.Template(template).substitute(
+        summary=f"{config.name}, {act.name}",
+        kind=config.compute.value,
+        x_type=_TYPES[config.x_dtype],
+        w13_type=_TYPES[config.w13_dtype],
+        w2_type=_TYPES[config.w2_dtype],
+        out_type=_TYPES[config.out_dtype],
+        x_is_element=_bool(config.x_dtype == _ELEMENT[config.compute]),
+        num_experts=config.num_experts,
+        hidden=config.hidden,
+        intermediate=config.intermediate,
+        gated=_bool(config.gated),
+        batch_invariant=_bool(config.batch_invariant),
+        direct_rows=config.direct_rows,
+        position=config.weight_position.value,
+        activation=act.kind.value,
+        **{name: _number(getattr(act, name)) for name in limits},
+    )
+
+
+def _bool(value: bool) -> str:
+    return "true" if value else "false"
+
+
+def _number(value: float) -> str:
+    if value in (float("inf"), float("-inf")):
+        return "INFINITY" if value > 0 else "-INFINITY"
+    return repr(float(value))

@@ -1,0 +1,340 @@
+"""The CPU target: builds a plan's kernel in the background, loads the op library, registers kernels with it.
+
+```
+prepare(plan, x_dtype, weight_dtypes)   # starts a build; returns at once
+wait()                                  # joins the builds
+load_op_library()                       # registers moeflex::moe_layer for CPU tensors
+```
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import ctypes
+import functools
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from moe_compiler import settings
+from moe_compiler.codegen import cpu as codegen
+from moe_compiler.codegen.cpu import Isa
+from moe_compiler.errors import BuildError, OptionError, ToolchainError
+from moe_compiler.ir import GateLayout, MoEPlan, Orientation
+from moe_compiler.runtime import toolchain
+from moe_compiler.runtime.build import BuildReport, Unit, build
+
+log = logging.getLogger(__name__)
+
+TEMPLATES = Path(__file__).resolve().parent.parent / "templates"
+
+_COMMON_FLAGS = ("-O2", "-std=gnu++17", "-fPIC", "-shared", "-fvisibility=hidden")
+_MATH_FLAGS = ("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
+_AVX2_FLAGS = ("-mavx2", "-mfma", "-mf16c")
+_AVX512_FLAGS = (*_AVX2_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+_ISA_FLAGS = {
+    Isa.SCALAR: (),
+    Isa.AVX2: _AVX2_FLAGS,
+    Isa.AVX512: _AVX512_FLAGS,
+    Isa.AVX512_BF16: (*_AVX512_FLAGS, "-mavx512bf16"),
+}
+_AVX2_FEATURES = frozenset({"avx2", "fma", "f16c"})
+_AVX512_FEATURES = _AVX2_FEATURES | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
+_ISA_FEATURES = {
+    Isa.SCALAR: frozenset[str](),
+    Isa.AVX2: _AVX2_FEATURES,
+    Isa.AVX512: _AVX512_FEATURES,
+    Isa.AVX512_BF16: _AVX512_FEATURES | {"avx512_bf16"},
+}
+# The oldest torch whose stable ABI the op library may use: 2.11.
+_TARGET_VERSION = "0x020b000000000000"
+_ABI = 1
+_MAX_ROLES = 8
+_DTYPE_CODES = {"bf16": 0, "fp16": 1, "fp32": 2, "fp64": 3}
+_GATE_CODES = {
+    GateLayout.NONE: 0,
+    GateLayout.CONCAT: 1,
+    GateLayout.CONCAT_UP_FIRST: 2,
+    GateLayout.INTERLEAVED: 3,
+    GateLayout.INTERLEAVED_UP_FIRST: 4,
+    GateLayout.SEPARATE: 5,
+}
+
+
+class _LayerSpec(ctypes.Structure):
+    """`MoeflexLayerSpec` of templates/cpu/op_table.h."""
+
+    _fields_ = [
+        (name, ctypes.c_int32)
+        for name in (
+            "abi", "num_experts", "hidden", "intermediate", "top_k", "gate_layout", "w13_out_in",
+            "w2_out_in", "stacked", "has_b13", "has_b2", "x_dtype", "out_dtype", "num_roles",
+        )
+    ] + [("role_dtypes", ctypes.c_int32 * _MAX_ROLES)]  # fmt: skip
+
+
+class _State:
+    """Builds of this process: running, finished and waiting for registration, and the loaded libraries."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.pool: concurrent.futures.ThreadPoolExecutor | None = None
+        self.library: concurrent.futures.Future[BuildReport] | None = None
+        self.kernels: dict[Unit, concurrent.futures.Future[BuildReport]] = {}
+        self.wanted: dict[tuple[str, _SpecKey], Unit] = {}
+        self.reported: set[int] = set()
+        self.registered: set[tuple[str, _SpecKey]] = set()
+        self.op_library: ctypes.CDLL | None = None
+        self.loaded: dict[str, ctypes.CDLL] = {}
+
+
+_SpecKey = bytes
+_state = _State()
+
+
+def _forget_threads_after_fork() -> None:
+    """A forked child has no builder threads: finished builds stay, running ones are asked for again."""
+    _state.lock = threading.RLock()
+    _state.pool = None
+    _state.kernels = {unit: job for unit, job in _state.kernels.items() if job.done()}
+    if _state.library is not None and not _state.library.done():
+        _state.library = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: _forget_threads_after_fork())
+
+
+def runnable_isas() -> tuple[Isa, ...]:
+    """The instruction sets that this CPU runs and its compiler writes, narrow to wide.
+
+    Raises:
+        ToolchainError: there is no compiler.
+    """
+    compiler, features = toolchain.find_compiler(), toolchain.cpu_features()
+    return tuple(
+        isa
+        for isa in Isa
+        if features >= _ISA_FEATURES[isa] and toolchain.accepts(compiler, _ISA_FLAGS[isa])
+    )
+
+
+def isa() -> str:
+    """The instruction set that kernels are built for: `MOEFLEX_CPU_ISA`, or the widest that runs here.
+
+    Raises:
+        ToolchainError: there is no compiler.
+        OptionError: `MOEFLEX_CPU_ISA` names one that cannot run here.
+    """
+    runnable = runnable_isas()
+    wanted = settings.parse(os.environ).cpu_isa
+    if wanted == "auto":
+        return runnable[-1].value
+    if wanted not in [one.value for one in runnable]:
+        raise OptionError(
+            f"MOEFLEX_CPU_ISA={wanted} cannot run on this CPU with this compiler; it runs "
+            f"{', '.join(runnable)}. Unset it, or take one of these."
+        )
+    return wanted
+
+
+def unavailable() -> str | None:
+    """Why this machine cannot build CPU kernels; None when it can."""
+    try:
+        toolchain.find_compiler()
+    except ToolchainError as error:
+        return str(error)
+    return None
+
+
+def unsupported(plan: MoEPlan, x_dtype: str, weight_dtypes: Sequence[str]) -> str | None:
+    """Why the CPU kernel cannot serve this plan; None when it can.
+
+    Args:
+        plan: the plan.
+        x_dtype: "bf16" | "fp16" | "fp32" | "fp64".
+        weight_dtypes: one a tensor role, or one a tensor, or a single one for all.
+    """
+    return codegen.unsupported(plan, x_dtype, weight_dtypes)
+
+
+def description() -> str:
+    """One line for reports: instruction set, compiler."""
+    reason = unavailable()
+    if reason is not None:
+        return f"cpu: not available ({reason})"
+    return f"cpu: {isa()}, {toolchain.find_compiler().version}"
+
+
+def prepare(plan: MoEPlan, x_dtype: str, weight_dtypes: Sequence[str]) -> None:
+    """Start to build what `plan` needs on these dtypes; quick when it is built or being built.
+
+    Raises:
+        ToolchainError: there is no compiler.
+        OptionError: `MOEFLEX_CPU_ISA` names one that cannot run here.
+        PlanError: `weight_dtypes` does not fit the plan.
+    """
+    config = codegen.choose_config(plan, x_dtype, weight_dtypes, Isa(isa()))
+    unit = _kernel_unit(config)
+    spec = bytes(_layer_spec(plan, x_dtype, weight_dtypes))
+    with _state.lock:
+        _state.wanted[plan.key, spec] = unit
+        if unit not in _state.kernels or _failed(_state.kernels[unit]):
+            _state.kernels[unit] = _submit(unit)
+        if _state.library is None or _failed(_state.library):
+            _state.library = _submit(_library_unit())
+
+
+def wait() -> list[BuildReport]:
+    """Join all builds; the reports of those that `wait` has not reported yet.
+
+    Raises:
+        BuildError: a build failed. The next `prepare` of the same plan tries again.
+    """
+    with _state.lock:
+        jobs = [job for job in (_state.library, *_state.kernels.values()) if job is not None]
+    reports = []
+    for job in jobs:
+        report = job.result()
+        if id(job) not in _state.reported:
+            _state.reported.add(id(job))
+            reports.append(report)
+    if _state.op_library is not None:
+        _register_kernels()
+    return reports
+
+
+def load_op_library() -> None:
+    """Register `moeflex::moe_layer` for CPU tensors, and every kernel built so far. Joins running builds.
+
+    Raises:
+        BuildError: a build failed, or what was built cannot be loaded.
+        ToolchainError: there is no compiler.
+    """
+    with _state.lock:
+        if _state.library is None or _failed(_state.library):
+            _state.library = _submit(_library_unit())
+    wait()
+    with _state.lock:
+        if _state.op_library is None:
+            assert _state.library is not None
+            _state.op_library = _load(_state.library.result().path)
+            _state.op_library.moeflex_register.restype = ctypes.c_int
+    _register_kernels()
+
+
+def _register_kernels() -> None:
+    with _state.lock:
+        assert _state.op_library is not None
+        for (key, spec), unit in _state.wanted.items():
+            job = _state.kernels.get(unit)
+            if (key, spec) in _state.registered or job is None or not job.done() or _failed(job):
+                continue
+            kernel = _load(job.result().path).moeflex_layer
+            error = _state.op_library.moeflex_register(
+                ctypes.c_char_p(key.encode()), ctypes.c_char_p(spec), kernel
+            )
+            if error:
+                raise BuildError(
+                    f"the op library refused the kernel {unit.entry_name}: it was built by another "
+                    "version of moeflex; delete the build cache"
+                )
+            _state.registered.add((key, spec))
+
+
+def _load(path: str) -> ctypes.CDLL:
+    if path not in _state.loaded:
+        try:
+            _state.loaded[path] = ctypes.CDLL(path)
+        except OSError as error:
+            raise BuildError(
+                f"{path} was built and cannot be loaded ({error}); delete its folder and try again"
+            ) from error
+    return _state.loaded[path]
+
+
+def _failed(job: concurrent.futures.Future[BuildReport]) -> bool:
+    return job.done() and job.exception() is not None
+
+
+def _submit(unit: Unit) -> concurrent.futures.Future[BuildReport]:
+    if _state.pool is None:
+        _state.pool = concurrent.futures.ThreadPoolExecutor(
+            max_workers=max(2, min(8, os.cpu_count() or 1)), thread_name_prefix="moeflex-build"
+        )
+    return _state.pool.submit(build, unit)
+
+
+def _layer_spec(plan: MoEPlan, x_dtype: str, weight_dtypes: Sequence[str]) -> _LayerSpec:
+    spec = plan.experts
+    dtypes = codegen.role_dtypes(spec, weight_dtypes)
+    roles = [_DTYPE_CODES[dtypes[role]] for role in spec.tensor_roles]
+    return _LayerSpec(
+        abi=_ABI,
+        num_experts=spec.num_experts,
+        hidden=spec.hidden,
+        intermediate=spec.intermediate,
+        top_k=plan.router.top_k,
+        gate_layout=_GATE_CODES[spec.gate_layout],
+        w13_out_in=spec.w13_orientation is Orientation.OUT_IN,
+        w2_out_in=spec.w2_orientation is Orientation.OUT_IN,
+        stacked=spec.stacked,
+        has_b13=spec.has_b13,
+        has_b2=spec.has_b2,
+        x_dtype=_DTYPE_CODES[x_dtype],
+        out_dtype=_DTYPE_CODES[plan.out_dtype or x_dtype],
+        num_roles=len(roles),
+        role_dtypes=(ctypes.c_int32 * _MAX_ROLES)(*roles),
+    )
+
+
+@functools.cache
+def _headers() -> dict[str, str]:
+    files = [TEMPLATES / "scheduler.h", *sorted((TEMPLATES / "cpu").glob("*.h"))]
+    return {str(path.relative_to(TEMPLATES)): path.read_text() for path in files}
+
+
+def _kernel_unit(config: codegen.CpuConfig) -> Unit:
+    compiler = toolchain.find_compiler()
+    level = list(Isa).index(config.isa)
+    flags = (*_COMMON_FLAGS, *_MATH_FLAGS, *_ISA_FLAGS[config.isa], f"-DMOEFLEX_ISA={level}")
+    return Unit(
+        name=config.name,
+        source=codegen.render(config, (TEMPLATES / "cpu" / "kernel.cpp.in").read_text()),
+        source_name="kernel.cpp",
+        artifact_name="kernel.so",
+        command=(*compiler.command, *flags, f"-I{TEMPLATES}", "{source}", "-o", "{artifact}"),
+        inputs=_Inputs({**_headers(), "compiler": compiler.version}),
+    )
+
+
+def _library_unit() -> Unit:
+    compiler = toolchain.find_compiler()
+    root = Path(torch.__file__).parent
+    includes = (f"-I{root / 'include'}", f"-I{TEMPLATES / 'cpu'}")
+    link = (f"-L{root / 'lib'}", "-ltorch_cpu")
+    define = f"-DTORCH_TARGET_VERSION={_TARGET_VERSION}"
+    return Unit(
+        name="cpu-op",
+        source=(TEMPLATES / "cpu" / "op.cpp").read_text(),
+        source_name="op.cpp",
+        artifact_name="op.so",
+        command=(
+            *(*compiler.command, *_COMMON_FLAGS, define, *includes),
+            *("{source}", *link, "-o", "{artifact}"),
+        ),
+        inputs=_Inputs(
+            {**_headers(), "compiler": compiler.version, "torch": str(torch.__version__)}
+        ),
+    )
+
+
+class _Inputs(dict[str, str]):
+    """Inputs of a unit; hashable, since a unit is a key here and its content is in `Unit.key`."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(sorted(self.items())))
