@@ -198,12 +198,16 @@ def _best_native(
 ) -> RouterMatch:
     """The proven spec that agrees best in the dtypes of the graph."""
     hint = _hinted_score(problem.ops)
-    ranked: list[tuple[NativeResult, bool, int, RouterSpec, float]] = []
+    ranked: list[tuple[tuple[int, ...], NativeResult, RouterSpec, float]] = []
     for spec, error in proven:
         for variant in native_variants(problem, spec):
             result = compare_native(problem, variant, native)
-            ranked.append((result, variant.score is not hint, len(ranked), variant, error))
-    result, _, _, spec, error = min(ranked, key=lambda entry: entry[:3])
+            # Where ties are broken in another way, the spec with fewer ties says more.
+            undecided = result.ties if result.other_ties else 0
+            unlike = int(variant.score is not hint)
+            rank = (result.illegal, result.wrong, result.other_ties, undecided, unlike, len(ranked))
+            ranked.append((rank, result, variant, error))
+    _, result, spec, error = min(ranked, key=lambda entry: entry[0])
     return RouterMatch(
         spec=spec,
         exact_ids=result.agrees,

@@ -14,16 +14,15 @@ from moe_compiler.passes.router_rules import open_groups
 from moe_compiler.reference import DTYPES, combine_weights, route, score_logits, selection_scores
 
 
-@dataclasses.dataclass(frozen=True, slots=True, order=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class NativeResult:
-    """How a spec fares in the dtypes of the graph; smaller is better, field by field.
+    """How a spec fares in the dtypes of the graph.
 
     Attributes:
         illegal: rows whose experts are no top-k of the spec's scores.
         wrong: rows whose weights differ by more than rounding.
         other_ties: rows with another legal choice among tied scores than `torch.topk` makes.
-        ties: rows where the spec leaves a choice. Of two specs that agree, the one with fewer ties
-            decides more.
+        ties: rows where the spec leaves a choice.
         num_rows: rows compared.
     """
 
