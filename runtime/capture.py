@@ -1,16 +1,19 @@
 """Getting a model's MoE blocks into one graph, and saying how that was done.
 
-`install(backend)` is called by the backend when it is loaded, with every call and on reset. From then on a trace
-that dynamo makes *for this backend* differs from a trace for others in two points:
+`install(backend)` is called by the backend when it is loaded, with every call and on reset. From
+then on a trace that dynamo makes *for this backend* differs from a trace for others in two points:
 
-1. transformers' data-dependent expert loop is traced through its `grouped_mm` function (see `runtime/hf.py`);
-2. `torch._dynamo.config.capture_dynamic_output_shape_ops` is on, so that a static loop over all experts
-   (`torch.where` and `index_add_`) arrives as one graph. It is set when dynamo starts to compile a frame for this
-   backend and restored when that compilation ends (`runtime/trace_hooks.py`).
+1. transformers' data-dependent expert loop is traced through its `grouped_mm` function (see
+   `runtime/hf.py`);
+2. `torch._dynamo.config.capture_dynamic_output_shape_ops` is on, so that a static loop over all
+   experts (`torch.where` and `index_add_`) arrives as one graph. It is set when dynamo starts to
+   compile a frame for this backend and restored when that compilation ends
+   (`runtime/trace_hooks.py`).
 
-No guard depends on either: dynamo keeps the compiled code of each backend apart. `taken_ways` says what was done,
-`fragment_reason` names the graph break where a block still did not arrive whole.
-`capture_graphs` and `capture_export` record graphs for `moeflex inspect` and for tests in the same way.
+No guard depends on either: dynamo keeps the compiled code of each backend apart. `taken_ways` says
+what was done, `fragment_reason` names the graph break where a block still did not arrive whole.
+`capture_graphs` and `capture_export` record graphs for `moeflex inspect` and for tests in the same
+way.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ def _install_hf() -> None:
 
 
 def taken_ways(gm: fx.GraphModule | None = None) -> tuple[str, ...]:
-    """What was done to capture the graph that dynamo is just handing to the backend; for reports and the log.
+    """What was done to capture the graph that dynamo is just handing to the backend.
 
     Args:
         gm: that graph; without it the second way is not looked for.
@@ -65,7 +68,7 @@ def taken_ways(gm: fx.GraphModule | None = None) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def replaced_expert_loops() -> Iterator[list[str]]:
-    """Trace transformers' expert loops through `grouped_mm` in any tracer on this thread; yields the ways taken.
+    """Trace transformers' expert loops through `grouped_mm` on this thread; yields the ways taken.
 
     For `torch.export`, which calls no backend. Eager calls inside of the block are changed as well.
     """
@@ -79,7 +82,8 @@ def replaced_expert_loops() -> Iterator[list[str]]:
 
 @torch.compiler.assume_constant_result
 def _expert_loop_is_replaced(name: str) -> bool:
-    # Under dynamo this runs once, at trace time, and its answer is burnt into the trace of one backend.
+    # Under dynamo this runs once, at trace time, and its answer is burnt into the trace of one
+    # backend.
     way = f"transformers' expert loop traced through its {name} function"
     if _thread.forced is not None:
         if way not in _thread.forced:
@@ -108,10 +112,10 @@ _ROUTING_OPS = ("topk", "one_hot", "bincount", "argmax")
 
 
 def fragment_reason(gm: fx.GraphModule) -> NoMatch | None:
-    """Why the MoE block that begins in `gm` does not end in it, or None where no such block is seen.
+    """Why the MoE block that begins in `gm` does not end in it, or None.
 
-    Dynamo notes on a graph why it ended; a graph that ends in a break and holds a routing operation is taken for the
-    first fragment of a block.
+    Dynamo notes on a graph why it ended; a graph that ends in a break and holds a routing operation
+    is taken for the first fragment of a block.
     """
     ended = getattr(gm, "compile_subgraph_reason", None)
     if ended is None or not getattr(ended, "graph_break", False):
@@ -123,11 +127,12 @@ def fragment_reason(gm: fx.GraphModule) -> NoMatch | None:
     stack = list(getattr(ended, "user_stack", ()))
     where = f" at {stack[-1].filename}:{stack[-1].lineno}" if stack else ""
     text = str(getattr(ended, "reason", "")).strip()
+    first = text.splitlines()[0] if text else "dynamo gave no reason"
     return NoMatch(
         name=name,
         module_class=module_class,
         node=node.name,
-        reason=f"graph break inside an MoE block: {text.splitlines()[0] if text else 'unknown'}{where}",
+        reason=f"graph break inside an MoE block: {first}{where}",
         detail=text,
     )
 
@@ -147,7 +152,9 @@ def _module_of(node: fx.Node) -> tuple[str, str]:
         return "", ""
     name, module_class = list(stack.values())[-1]
     module_class = module_class if isinstance(module_class, str) else module_class.__name__
-    return str(name).removeprefix("L['self'].").removeprefix("L['self']"), module_class.split(".")[-1]
+    return str(name).removeprefix("L['self'].").removeprefix("L['self']"), module_class.split(".")[
+        -1
+    ]
 
 
 def capture_graphs(
@@ -159,7 +166,7 @@ def capture_graphs(
     fullgraph: bool = False,
     grad: bool = False,
 ) -> list[tuple[fx.GraphModule, list[Any]]]:
-    """Run `target` once under dynamo and return its graphs with their example inputs, in call order.
+    """Run `target` once under dynamo and return its graphs with their example inputs, in order.
 
     Args:
         target: a module (real, or on the meta device) or a function.
@@ -170,8 +177,8 @@ def capture_graphs(
         grad: trace with gradients enabled.
 
     Returns:
-        One pair for each graph; the example inputs are what a backend receives. `gm.meta["capture_ways"]` holds
-        what `taken_ways` said about it.
+        One pair for each graph; the example inputs are what a backend receives.
+        `gm.meta["capture_ways"]` holds what `taken_ways` said about it.
     """
     graphs: list[tuple[fx.GraphModule, list[Any]]] = []
 

@@ -1,10 +1,11 @@
 """Tracing Hugging Face experts whose own loop does not trace.
 
-With `experts_implementation="eager"` a transformers model loops over the experts that have tokens, a tensor of
-data-dependent length, so dynamo cuts every MoE block into fragments. The same class also runs through the
-`grouped_mm` function of transformers, which computes the same and traces to one graph. `install` lets the lookup
-`ExpertsInterface.get_interface` answer with that function, and only where the caller's `wanted()` is true: eager
-calls and traces for other backends get the answer that transformers gives.
+With `experts_implementation="eager"` a transformers model loops over the experts that have tokens,
+a tensor of data-dependent length, so dynamo cuts every MoE block into fragments. The same class
+also runs through the `grouped_mm` function of transformers, which computes the same and traces to
+one graph. `install` lets the lookup `ExpertsInterface.get_interface` answer with that function, and
+only where the caller's `wanted()` is true: eager calls and traces for other backends get the answer
+that transformers gives.
 
 transformers is never imported from here.
 """
@@ -23,7 +24,7 @@ _lock = threading.Lock()
 
 
 def loaded_interface() -> type | None:
-    """transformers' `ExpertsInterface`, or None where transformers is not loaded or has no such class."""
+    """The `ExpertsInterface` of transformers, or None where it is not loaded or has none."""
     module = sys.modules.get("transformers.integrations.moe")
     interface = getattr(module, "ExpertsInterface", None)
     return interface if callable(getattr(interface, "get_interface", None)) else None
@@ -33,8 +34,9 @@ def install(wanted: Callable[[str], bool]) -> bool:
     """Route the lookup of experts through `wanted`; the second call and all later ones do nothing.
 
     Args:
-        wanted: called with the name of the replacement where the experts' own loop would run. It must be marked with
-            `torch.compiler.assume_constant_result` and answer False outside of a trace that may be changed.
+        wanted: called with the name of the replacement where the experts' own loop would run. It
+            must be marked with `torch.compiler.assume_constant_result` and answer False outside of
+            a trace that may be changed.
 
     Returns:
         Whether the lookup is routed; False where transformers is not loaded (call again later).

@@ -1,7 +1,7 @@
-"""Where dynamo is asked, and told, about the trace in progress: everything here that is private to torch.
+"""What dynamo is asked and told about the trace in progress; all of it is private to torch.
 
-Each function looks for what it needs and does nothing where this torch lacks it; then a static loop over all experts
-is captured only with `fullgraph=True`.
+Each function looks for what it needs and does nothing where this torch lacks it; then a static loop
+over all experts is captured only with `fullgraph=True`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def flag_is_ours() -> bool:
 
 
 def watch_compilations(before: Callable[[], Any]) -> None:
-    """Call `before` when dynamo starts to compile a frame, and capture dynamic output shapes for marked backends.
+    """Call `before` when dynamo starts to compile a frame; switch `FLAG` on for marked backends.
 
     Idempotent, thread-safe.
     """
@@ -82,7 +82,7 @@ def watch_compilations(before: Callable[[], Any]) -> None:
 
 
 class _KeptOnClear(list):  # type: ignore[type-arg]
-    """Callbacks that survive `torch._dynamo.reset()`, which clears the list after it has reset the backends."""
+    """Callbacks that survive `torch._dynamo.reset()`, which clears after it reset the backends."""
 
     def __init__(self, items: list[Any], kept: Callable[..., None]) -> None:
         super().__init__(items)
@@ -127,8 +127,8 @@ def _starting_compilation() -> dict[str, Any]:
 def _resumes_with_counts(compiling: dict[str, Any]) -> bool:
     """Whether this is the rest of a frame that broke at `tolist()`.
 
-    Its list holds the counts of one routing. A loop captured whole would be specialised to them and compiled again
-    for the next routing; in fragments it is not.
+    Its list holds the counts of one routing. A loop captured whole would be specialised to them and
+    compiled again for the next routing; in fragments it is not.
     """
     name = getattr(compiling.get("code"), "co_name", "")
     values = compiling.get("locals")
@@ -152,7 +152,8 @@ def _tolist_is_guarded() -> bool:
 def _guard_tolist() -> None:
     """Make `tolist()` on a tensor of data-dependent length a graph break while the flag is ours.
 
-    Dynamo lets a GuardOnDataDependentSymNode out of `TensorVariable.method_tolist`, an error instead of a break.
+    Dynamo lets a GuardOnDataDependentSymNode out of `TensorVariable.method_tolist`, an error
+    instead of a break.
     """
     variable = _tensor_variable()
     tolist = getattr(variable, "method_tolist", None)

@@ -1,7 +1,7 @@
 """MoE blocks as people write them outside of transformers, and blocks that only look like one.
 
-`STYLES` must match, `LOOPS` cannot be captured as one graph (their results still have to be right), `LOOKALIKES` must
-be left alone. Every module takes x [B, S, H] or [T, H] and keeps its shape.
+`STYLES` must match, `LOOPS` cannot be captured as one graph (their results still have to be right),
+`LOOKALIKES` must be left alone. Every module takes x [B, S, H] or [T, H] and keeps its shape.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class ListBlock(Block):
         self.experts = nn.ModuleList(Expert(self) for _ in range(self.num_experts))
 
 
-# ---------------------------------------------------------------------------------------------------- must match
+# --------------------------------------------------------------------------------------- must match
 
 
 class GatheredEinsum(Block):
@@ -230,7 +230,7 @@ class DenseEinsum(Block):
 
 
 class DenseBmm(Block):
-    """Llama-4 fashion: the rows are repeated for all experts, scaled at the input, and go through bmm."""
+    """Llama 4: the rows are repeated for all experts, scaled at the input, and go through bmm."""
 
     def mix(self, x: Tensor) -> Tensor:
         logits, ids = torch.topk(F.linear(x, self.gate), 1, dim=1)
@@ -243,7 +243,7 @@ class DenseBmm(Block):
         return torch.bmm(hidden, self.w2.transpose(1, 2)).sum(0)
 
 
-# ------------------------------------------------------------------- cannot be one graph, must stay right
+# ------------------------------------------------------------- cannot be one graph, must stay right
 
 
 class LoopHitExperts(ListBlock):
@@ -307,7 +307,7 @@ class LoopSortedSlices(ListBlock):
         return (out.view(*ids.shape, -1) * weights.unsqueeze(-1)).sum(1)
 
 
-# --------------------------------------------------------------------------------------------- must not match
+# ----------------------------------------------------------------------------------- must not match
 
 
 class SwitchCapacity(Block):
@@ -425,7 +425,7 @@ class SoftMixture(Block):
         return torch.einsum("tei,ehi,te->th", hidden, self.w2, gates)
 
 
-# ---------------------------- the experts match, the router is none that we know: ids and weights stay in the graph
+# ------------ the experts match, the router is none that we know: ids and weights stay in the graph
 
 
 class LearnedTemperature(GatheredEinsum):

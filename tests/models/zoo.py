@@ -1,7 +1,8 @@
-"""Tiny random-weight Hugging Face MoE models: the same classes as the published models, a few kilobytes each.
+"""Tiny random-weight Hugging Face MoE models: the classes of the published models, a few kilobytes.
 
-`build("mixtral", "grouped_mm")` gives the model, `prefill` and `decode` give its inputs. Sizes are the same in all
-families unless a family needs others: H 64, I 32, E 8, K 2, two layers, vocabulary 128.
+`build("mixtral", "grouped_mm")` gives the model, `prefill` and `decode` give its inputs. Sizes are
+the same in all families unless a family needs others: H 64, I 32, E 8, K 2, two layers, vocabulary
+128.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ class Family:
         model_type: name in transformers' configuration mapping.
         config: keyword arguments of the configuration.
         blocks: qualified names of the MoE blocks.
-        implementations: what `experts_implementation` may be; ("",) for families outside of that interface.
+        implementations: what `experts_implementation` may be; ("",) for families outside of that
+            interface.
         model_class: `module:Class` when `AutoModelForCausalLM` does not know the family.
         attention: attention implementation.
     """
@@ -266,7 +268,8 @@ MAIN = (
 )
 EXTRA = tuple(name for name in FAMILIES if name not in MAIN)
 
-# Parameters and buffers that keep their initial values: a random one would make the layer numerically meaningless.
+# Parameters and buffers that keep their initial values: a random one would make the layer
+# numerically meaningless.
 _KEEP = ("norm", "inv_freq", "rot", "A_log", "dt_")
 
 
@@ -285,7 +288,7 @@ def build(
     seed: int = 0,
     **overrides: Any,
 ) -> nn.Module:
-    """A tiny model of a family in eval mode, every weight and every router bias random and non-zero.
+    """A tiny model of a family in eval mode; every weight and router bias is random, non-zero.
 
     Args:
         name: key of `FAMILIES`.
@@ -343,7 +346,7 @@ def prefill(batch: int = 2, length: int = 17, seed: int = 1) -> tuple[tuple, dic
 def decode(
     model: nn.Module, cache: str = "dynamic", batch: int = 2, length: int = 7, seed: int = 1
 ) -> tuple[tuple, dict[str, Any]]:
-    """Arguments of a one-token step on a filled cache ("dynamic" | "static"); a new cache with each call."""
+    """Arguments of a one-token step on a newly filled cache, "dynamic" or "static"."""
     ids = token_ids(batch, length + 1, seed)
     name = _cache_argument(model)
     with torch.no_grad():
