@@ -258,7 +258,8 @@ MOEFLEX_D void work_loop(const PlanView& v, const Counters& k, Mem& mem, Ops& op
   }
 }
 
-// The load role of a block. Ring: push(seq). Ops: preload(tile) - operands that need no wait (weights) -, then load(tile).
+// The load role of a block. Ring: push(seq). Ops: preload(tile) - operands that need no wait (weights) -, then load(tile),
+// which must hand every tile over to the math role, combine tiles too: only this role waits for the dependency.
 template <class Mem, class Ring, class Ops>
 MOEFLEX_D void load_loop(const PlanView& v, const Counters& k, Mem& mem, Ring& ring, Ops& ops) {
   for (;;) {
