@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.cases.blocks import BACKEND, Block, compare, rand
-from tests.cases.test_cache import finish, start
+from tests.cases.processes import finish, start
 from tests.tolerances import assert_close_to_eager
 
 
