@@ -351,8 +351,8 @@ def _histc(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return torch.histc(x.double(), *args, **kwargs).to(x.dtype)
 
 
-# Operators of graphs traced for other devices, which a CPU lacks in some dtype.
-_NOT_ON_A_CPU = frozenset(("grouped_mm_fallback", "histc"))
+# Operators that a CPU lacks in some dtype, or refuses at the strides and sizes of a small run.
+_NOT_ON_A_CPU = frozenset(("grouped_mm_fallback", "grouped_mm", "_grouped_mm", "histc"))
 
 _REPLACED: dict[str, Callable[..., Any]] = {
     "histc": _histc,
