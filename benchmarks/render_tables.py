@@ -163,11 +163,11 @@ def options_table() -> str:
 GENERATED = {"options": options_table, "switches": switches_table}
 
 
-def rendered(text: str, results: Path = RESULTS) -> str:
+def rendered(text: str) -> str:
     """The text with every marked table rendered anew; a table whose file is missing says so."""
 
     def replace(match: re.Match[str]) -> str:
-        path = results / f"{match[2]}.json"
+        path = RESULTS / f"{match[2]}.json"
         if match[2] in GENERATED:
             body = GENERATED[match[2]]()
         elif path.exists():
