@@ -16,13 +16,12 @@ from torch import fx
 
 from moe_compiler import inductor
 from moe_compiler import report as report_module
-from moe_compiler.errors import BuildError, NoMatchError, ToolchainError
+from moe_compiler.errors import BuildError, NoMatchError, OptionError, ToolchainError
 from moe_compiler.ir import MoERegion, NoMatch
 from moe_compiler.options import Options
 from moe_compiler.placement import (
     Builds,
     Placement,
-    device_type_of,
     place,
     warn_no_compiler,
 )
@@ -133,6 +132,8 @@ class _Work:
         start = time.perf_counter()
         try:
             yield
+        except OptionError:
+            raise
         except Exception as error:
             if self.options.strict:
                 raise
@@ -185,11 +186,7 @@ class _Work:
         if self.skips("plan") or not self.matches:
             return self._check_strict()
         with self.stage("plan"):
-            placements = []
-            for match in self.matches:
-                device = device_type_of([match.x, *match.experts])
-                placements.append(place(match.region, device, self.options))
-            self.placements = placements
+            self.placements = [place(match, self.options) for match in self.matches]
             for region, placement in zip(self.regions, self.placements, strict=True):
                 if not placement.target:
                     self._refuse(
@@ -214,7 +211,7 @@ class _Work:
         if self.skips("build") or not any(p.target for p in self.placements):
             return
         with self.stage("build"):
-            self.builds = Builds(self.regions, self.placements)
+            self.builds = Builds(self.placements)
 
     def replace(self) -> None:
         if not any(placement.target for placement in self.placements):

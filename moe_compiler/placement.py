@@ -8,20 +8,26 @@ The policy, by the device of the region's tensors:
   runs as plain torch, and the sorted loop of the op is as fast as the other spellings there, and
   far faster than gathered weights.
 * any other device: Inductor. This version has no target for it.
+
+A region that rounds to a narrower dtype inside (an explicit cast, autocast) stays with Inductor:
+the op computes in one dtype and would not round where the model does.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import fx
 
-from moe_compiler.errors import BuildError
 from moe_compiler.ir import MoEPlan, MoERegion, RouterSpec, Score
 from moe_compiler.options import Options
+from moe_compiler.reference import DTYPE_NAMES
+from moe_compiler.runtime import cpu_target
 
 log = logging.getLogger(__name__)
 
@@ -36,14 +42,21 @@ class Placement:
     Attributes:
         target: "cpu" or "plain torch"; "" when the region stays with Inductor.
         plan: the plan of the op; None when there is no target.
-        absorb_router: whether the router runs inside the op.
+        x_dtype: "bf16" | "fp16" | "fp32" | "fp64".
+        weight_dtypes: one for each expert tensor.
         reason: why there is no target, or "".
     """
 
     target: str
     plan: MoEPlan | None = None
-    absorb_router: bool = False
+    x_dtype: str = ""
+    weight_dtypes: tuple[str, ...] = ()
     reason: str = ""
+
+    @property
+    def absorb_router(self) -> bool:
+        """Whether the router runs inside the op."""
+        return self.plan is not None and self.plan.router.score is not Score.EXTERNAL
 
     @property
     def title(self) -> str:
@@ -55,7 +68,7 @@ def plans_for(region: MoERegion, options: Options) -> list[MoEPlan]:
     """The plans that compute a region, best first: router inside the op, then outside.
 
     The router stays in the graph where its ids, weights or scores are used elsewhere: they exist
-        then in any case, and what the layer uses is exactly what the model recorded.
+    then in any case, and what the layer uses is exactly what the model recorded.
     """
     external = MoEPlan(
         router=RouterSpec(
@@ -66,6 +79,7 @@ def plans_for(region: MoERegion, options: Options) -> list[MoEPlan]:
         experts=region.experts,
         out_dtype=region.out_dtype,
         batch_invariant=options.batch_invariant,
+        round_gemms=bool(region.gemm_dtype),
     )
     absorb = (
         options.absorb_router == "auto"
@@ -77,41 +91,64 @@ def plans_for(region: MoERegion, options: Options) -> list[MoEPlan]:
     return [dataclasses.replace(external, router=region.router), external]
 
 
-def place(region: MoERegion, device_type: str, options: Options) -> Placement:
-    """Choose the target of a region whose tensors are on `device_type`."""
-    if device_type != "cpu":
-        title = device_type.upper() if device_type else "mixed-device"
-        return Placement(target="", reason=f"no {title} target in this version")
-    plans = plans_for(region, options)
-    if "build" in options.disable or cpu_compiler_missing():
-        plan = plans[0]
-        return Placement(target=PLAIN, plan=plan, absorb_router=_absorbs(plan))
-    from moe_compiler.runtime import cpu_target
-
-    reason = ""
+def place(match: Any, options: Options) -> Placement:
+    """Choose the target of a match of `passes.match_moe`."""
+    reason = _unplaceable(match, options)
+    if reason:
+        return Placement(target="", reason=reason)
+    plans = plans_for(match.region, options)
+    x_dtype, *weight_dtypes = (
+        DTYPE_NAMES.get(value.dtype, str(value.dtype))
+        for value in (_value(node) for node in (match.x, *match.experts))
+    )
+    if cpu_compiler_missing():
+        return Placement(
+            target=PLAIN, plan=plans[0], x_dtype=x_dtype, weight_dtypes=tuple(weight_dtypes)
+        )
     for plan in plans:
-        reason = cpu_target.unsupported(plan, region.x_dtype, _weight_dtypes(region)) or ""
+        reason = cpu_target.unsupported(plan, x_dtype, weight_dtypes) or ""
         if not reason:
-            return Placement(target=CPU, plan=plan, absorb_router=_absorbs(plan))
+            return Placement(
+                target=CPU, plan=plan, x_dtype=x_dtype, weight_dtypes=tuple(weight_dtypes)
+            )
     return Placement(target="", reason=reason)
 
 
-def _absorbs(plan: MoEPlan) -> bool:
-    return plan.router.score is not Score.EXTERNAL
+def _unplaceable(match: Any, options: Options) -> str:
+    """Why no target takes a match, whatever its plan; "" when one may."""
+    if "build" in options.disable:
+        return "the stage 'build' is disabled"
+    kinds = {_value(node).device.type for node in (match.x, *match.experts)}
+    if kinds != {"cpu"}:
+        return f"no {' + '.join(sorted(kinds)).upper()} target in this version"
+    return _narrowing(match)
 
 
-def _weight_dtypes(region: MoERegion) -> tuple[str, ...]:
-    return (region.weight_dtype,) * len(region.experts.tensor_roles)
+def _narrowing(match: Any) -> str:
+    """Why the op would round elsewhere than the block, or ""."""
+    compute = functools.reduce(
+        torch.promote_types, (_value(node).dtype for node in (match.x, *match.experts))
+    )
+    for node in match.body:
+        value = _value(node)
+        if node is match.output or not isinstance(value, torch.Tensor):
+            continue
+        if value.is_floating_point() and torch.finfo(value.dtype).eps > torch.finfo(compute).eps:
+            return (
+                f"the block rounds to {value.dtype} at '{node.name}' (a cast, or autocast) while "
+                f"its inputs are {compute}; the op computes in one dtype"
+            )
+    return ""
+
+
+def _value(node: fx.Node) -> Any:
+    """The fake value of a node, under the name that its graph uses."""
+    return node.meta.get("example_value", node.meta.get("val"))
 
 
 def cpu_compiler_missing() -> str:
     """Why the CPU target cannot be built here, or ""; a reason is logged once as a warning."""
-    try:
-        from moe_compiler.runtime import cpu_target
-    except ImportError as error:
-        reason = f"this installation has no CPU target ({error})"
-    else:
-        reason = cpu_target.unavailable() or ""
+    reason = cpu_target.unavailable() or ""
     if reason:
         warn_no_compiler(reason)
     return reason
@@ -136,15 +173,12 @@ def warn_no_compiler(reason: str) -> None:
 class Builds:
     """The builds that a graph's placements need; they run in the background until `finish`."""
 
-    def __init__(self, regions: Sequence[MoERegion], placements: Sequence[Placement]) -> None:
+    def __init__(self, placements: Iterable[Placement]) -> None:
         self._needed = False
-        for region, placement in zip(regions, placements, strict=True):
-            if placement.target == CPU:
-                from moe_compiler.runtime import cpu_target
-
-                assert placement.plan is not None
+        for placement in placements:
+            if placement.target == CPU and placement.plan is not None:
                 self._needed = True
-                cpu_target.prepare(placement.plan, region.x_dtype, _weight_dtypes(region))
+                cpu_target.prepare(placement.plan, placement.x_dtype, placement.weight_dtypes)
 
     def finish(self) -> None:
         """Wait for the builds and let the built library serve the op.
@@ -154,19 +188,7 @@ class Builds:
         """
         if not self._needed:
             return
-        from moe_compiler.runtime import cpu_target, op
+        from moe_compiler.runtime import op
 
-        try:
-            cpu_target.wait()
-            op.load_cpu_library(cpu_target.load_op_library)
-        except BuildError:
-            raise
-        except (OSError, RuntimeError) as error:
-            raise BuildError(f"the CPU target was built and cannot be loaded: {error}") from error
-
-
-def device_type_of(nodes: Iterable[fx.Node]) -> str:
-    """The device type of the tensors of these nodes; "" when there is more than one."""
-    values = [node.meta.get("example_value", node.meta.get("val")) for node in nodes]
-    kinds = {value.device.type for value in values if isinstance(value, torch.Tensor)}
-    return kinds.pop() if len(kinds) == 1 else ""
+        cpu_target.wait()
+        op.load_cpu_library(cpu_target.load_op_library)

@@ -17,11 +17,12 @@ plain-torch one give way first: a dispatch key has one kernel at any time.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -186,6 +187,23 @@ def load_cpu_library(load: Callable[[], None]) -> None:
             _plain_cpu_library.impl("moe_layer", _plain_forward)
             raise
         log.info("moeflex::moe_layer on CPU tensors is now served by the compiled target")
+
+
+@contextlib.contextmanager
+def plain_torch() -> Iterator[None]:
+    """Serve `moe_layer` on CPU tensors in plain torch inside of the block, whatever is loaded.
+
+    For comparisons; in all threads.
+    """
+    library = None
+    if not served_in_plain_torch("cpu"):
+        library = _registry.Library(_NAMESPACE, "IMPL", "CPU")
+        library.impl("moe_layer", _plain_forward)
+    try:
+        yield
+    finally:
+        if library is not None:
+            library._destroy()
 
 
 def served_in_plain_torch(device_type: str) -> bool:

@@ -73,6 +73,13 @@ ROUTERS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _plain_torch():
+    """Another test may have loaded the compiled CPU library into this process."""
+    with op.plain_torch():
+        yield
+
+
 def spec(**changes):
     return dataclasses.replace(CONCAT, **changes)
 
