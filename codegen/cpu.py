@@ -40,16 +40,13 @@ _DIRECT_ROWS = {Compute.BF16: 16, Compute.F32: 16, Compute.F64: 0}
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CpuConfig:
-    """All compile-time choices of one layer kernel.
+    """All compile-time choices of one layer kernel; sizes are run-time arguments, so that layers share kernels.
 
     Attributes:
         isa: instruction set.
         compute: what the multiply-adds take.
         x_dtype, w13_dtype, w2_dtype, out_dtype: "bf16" | "fp16" | "fp32" | "fp64".
-        num_experts, hidden, intermediate: E, H, I.
         gated: there is an up projection next to the gate.
-        batch_invariant: every row count takes the panel form.
-        direct_rows: up to this many rows an expert takes the direct form.
         weight_position: where the combine weight enters.
         activation: the activation.
     """
@@ -60,20 +57,15 @@ class CpuConfig:
     w13_dtype: str
     w2_dtype: str
     out_dtype: str
-    num_experts: int
-    hidden: int
-    intermediate: int
     gated: bool
-    batch_invariant: bool
-    direct_rows: int
     weight_position: WeightPosition
     activation: ActivationSpec
 
     @property
     def name(self) -> str:
         """Short name, for people and for the build cache."""
-        shape = f"e{self.num_experts}-h{self.hidden}-i{self.intermediate}"
-        return f"cpu-moe-{self.x_dtype}-{self.w13_dtype}-{shape}-{self.isa.value}"
+        act = self.activation.kind.value
+        return f"cpu-moe-{self.x_dtype}-{self.w13_dtype}-{act}-{self.isa.value}"
 
 
 def role_dtypes(spec: ExpertSpec, weight_dtypes: Sequence[str]) -> dict[str, str]:
@@ -143,12 +135,7 @@ def choose_config(
         w13_dtype=first,
         w2_dtype=second,
         out_dtype=plan.out_dtype or x_dtype,
-        num_experts=spec.num_experts,
-        hidden=spec.hidden,
-        intermediate=spec.intermediate,
         gated=spec.gated,
-        batch_invariant=plan.batch_invariant,
-        direct_rows=_DIRECT_ROWS[compute],
         weight_position=spec.weight_position,
         activation=spec.activation,
     )
@@ -160,6 +147,11 @@ def _compute(x_dtype: str, first: str, second: str, isa: Isa) -> Compute:
     if isa is Isa.AVX512_BF16 and x_dtype == first == second == "bf16":
         return Compute.BF16
     return Compute.F32
+
+
+def direct_rows(plan: MoEPlan, config: CpuConfig) -> int:
+    """Experts with up to this many rows stream their weights where they lie; 0 keeps to batch-invariant panels."""
+    return 0 if plan.batch_invariant else _DIRECT_ROWS[config.compute]
 
 
 def render(config: CpuConfig, template: str) -> str:
@@ -179,12 +171,7 @@ def render(config: CpuConfig, template: str) -> str:
         w2_type=_TYPES[config.w2_dtype],
         out_type=_TYPES[config.out_dtype],
         x_is_element=_bool(config.x_dtype == _ELEMENT[config.compute]),
-        num_experts=config.num_experts,
-        hidden=config.hidden,
-        intermediate=config.intermediate,
         gated=_bool(config.gated),
-        batch_invariant=_bool(config.batch_invariant),
-        direct_rows=config.direct_rows,
         position=config.weight_position.value,
         activation=act.kind.value,
         **{name: _number(getattr(act, name)) for name in limits},

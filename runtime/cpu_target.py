@@ -72,7 +72,8 @@ class _LayerSpec(ctypes.Structure):
         (name, ctypes.c_int32)
         for name in (
             "abi", "num_experts", "hidden", "intermediate", "top_k", "gate_layout", "w13_out_in",
-            "w2_out_in", "stacked", "has_b13", "has_b2", "x_dtype", "out_dtype", "num_roles",
+            "w2_out_in", "stacked", "has_b13", "has_b2", "x_dtype", "out_dtype", "direct_rows",
+            "isa", "num_roles",
         )
     ] + [("role_dtypes", ctypes.c_int32 * _MAX_ROLES)]  # fmt: skip
 
@@ -180,9 +181,10 @@ def prepare(plan: MoEPlan, x_dtype: str, weight_dtypes: Sequence[str]) -> None:
     """
     config = codegen.choose_config(plan, x_dtype, weight_dtypes, Isa(isa()))
     unit = _kernel_unit(config)
-    spec = bytes(_layer_spec(plan, x_dtype, weight_dtypes))
+    spec = bytes(_layer_spec(plan, x_dtype, weight_dtypes, config))
     with _state.lock:
         _state.wanted[plan.key, spec] = unit
+        _state.registered.discard((plan.key, spec))  # the kernel prepared last serves
         if unit not in _state.kernels or _failed(_state.kernels[unit]):
             _state.kernels[unit] = _submit(unit)
         if _state.library is None or _failed(_state.library):
@@ -269,7 +271,9 @@ def _submit(unit: Unit) -> concurrent.futures.Future[BuildReport]:
     return _state.pool.submit(build, unit)
 
 
-def _layer_spec(plan: MoEPlan, x_dtype: str, weight_dtypes: Sequence[str]) -> _LayerSpec:
+def _layer_spec(
+    plan: MoEPlan, x_dtype: str, weight_dtypes: Sequence[str], config: codegen.CpuConfig
+) -> _LayerSpec:
     spec = plan.experts
     dtypes = codegen.role_dtypes(spec, weight_dtypes)
     roles = [_DTYPE_CODES[dtypes[role]] for role in spec.tensor_roles]
@@ -287,6 +291,8 @@ def _layer_spec(plan: MoEPlan, x_dtype: str, weight_dtypes: Sequence[str]) -> _L
         has_b2=spec.has_b2,
         x_dtype=_DTYPE_CODES[x_dtype],
         out_dtype=_DTYPE_CODES[plan.out_dtype or x_dtype],
+        direct_rows=codegen.direct_rows(plan, config),
+        isa=list(Isa).index(config.isa),
         num_roles=len(roles),
         role_dtypes=(ctypes.c_int32 * _MAX_ROLES)(*roles),
     )

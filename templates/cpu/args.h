@@ -25,6 +25,10 @@ struct MoeflexArgs {
   // 64-byte aligned scratch memory with any content; null when there is none.
   void* (*acquire)(size_t bytes);
   void (*release)(void* memory);
+  int64_t num_experts;
+  int64_t hidden;
+  int64_t intermediate;
+  int64_t direct_rows;  // experts with up to this many rows may take the direct form; 0: batch invariant
   int64_t num_tokens;
   int64_t top_k;
   const void* x;  // [T, H]

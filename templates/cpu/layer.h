@@ -2,8 +2,8 @@
 //
 // Threads stand in the place of SMs: each claims tiles in order and waits on counters. Every sum has a fixed order
 // (steps in order inside a chain, routes in the order of k), so two runs give equal bytes for any number of threads.
-// Experts with few rows take the direct form (weights streamed once, nothing copied) unless Config::batch_invariant;
-// the panel form gives a token the same bytes in every batch.
+// Experts with up to args.direct_rows rows take the direct form (weights streamed once, nothing copied); the panel
+// form gives a token the same bytes in every batch.
 #pragma once
 #include <cerrno>
 #include <sched.h>
@@ -78,21 +78,21 @@ struct Layer {
   typedef typename Kind::Element Element;
   typedef typename Kind::Word Word;
   typedef typename Kind::Sum Sum;
-  static constexpr long H = Config::hidden, I = Config::intermediate, E = Config::num_experts;
-  static constexpr long kPitchH = (H + 63) / 64 * 64, kPitchI = (I + 63) / 64 * 64;
   static constexpr int kCols0 = Config::gated ? kPanelLanes / 2 : kPanelLanes, kCols1 = kPanelLanes;
   static constexpr bool kInput = Config::position == WeightPosition::input;
 
   const MoeflexArgs& args;
-  PlanView view;
-  Counters counters;
-  int* row_of_route;   // [T*K], -1 where the id is invalid
-  int* route_of_row;   // [rows]
-  Sum* weights;        // [T*K]
-  Element* staged;     // x where it cannot be read in place: [T] rows, or one a route (position input); or null
-  Element* hidden;     // [rows][kPitchI]
-  Sum* parts;          // [T*K][H], by route
-  char* scratch;       // one a worker
+  const long H, I, E;
+  const long pitch_h, pitch_i;  // elements from row to row of `staged` and of `hidden`
+  PlanView view = {};
+  Counters counters = {};
+  int* row_of_route = nullptr;   // [T*K], -1 where the id is invalid
+  int* route_of_row = nullptr;   // [rows]
+  Sum* weights = nullptr;        // [T*K]
+  Element* staged = nullptr;     // x where it cannot be read in place: [T] rows, or one a route (position input); or null
+  Element* hidden = nullptr;     // [rows][pitch_i]
+  Sum* parts = nullptr;          // [T*K][H], by route
+  char* scratch = nullptr;       // one a worker
 
   struct Scratch {
     alignas(64) Word panel[(long)kPanelLanes * kMaxSteps];
@@ -101,8 +101,12 @@ struct Layer {
     const Element* rows[kTileRows];
   };
 
-  static bool must_stage(const MoeflexArgs& a) {
-    return kInput || !Config::x_is_element || a.x_hidden_stride != 1 || H % Kind::kPair != 0;
+  explicit Layer(const MoeflexArgs& a)
+      : args(a), H(a.hidden), I(a.intermediate), E(a.num_experts), pitch_h((H + 63) / 64 * 64), pitch_i((I + 63) / 64 * 64) {}
+
+  // Rows of x are read in place unless they must be converted, weighted or padded to whole words.
+  bool must_stage() const {
+    return kInput || !Config::x_is_element || args.x_hidden_stride != 1 || H % Kind::kPair != 0;
   }
 
   // ---- prologue: counting sort of the routes, by expert, then by route
@@ -129,7 +133,7 @@ struct Layer {
 
   void stage_row(long row) {
     const long route = kInput ? route_of_row[row] : 0, token = kInput ? route / args.top_k : row;
-    Element* to = staged + row * kPitchH;
+    Element* to = staged + row * pitch_h;
     const auto* from = (const typename Config::X*)args.x + token * args.x_token_stride;
     if (args.x_hidden_stride == 1 && !kInput) {
       convert(from, to, H);
@@ -145,20 +149,22 @@ struct Layer {
   }
 
   const Element* row_of_x(long row) const {
-    if (kInput) return staged + row * kPitchH;
+    if (kInput) return staged + row * pitch_h;
     const long token = route_of_row[row] / args.top_k;
-    return staged ? staged + token * kPitchH : (const Element*)args.x + token * args.x_token_stride;
+    return staged ? staged + token * pitch_h : (const Element*)args.x + token * args.x_token_stride;
   }
 
   // ---- tiles
   struct Worker {
     Layer& layer;
     Scratch& s;
-    Prefetch ahead;
+    const long H, I;
+    Prefetch ahead = {};
 
-    template <class T>
-    static bool direct(const MoeflexMatrix& m, int rows) {
-      return Kind::kHasDirect && !Config::batch_invariant && m.in_stride == 1 && rows <= Config::direct_rows;
+    Worker(Layer& l, Scratch& scratch) : layer(l), s(scratch), H(l.H), I(l.I) {}
+
+    bool direct(const MoeflexMatrix& m, int rows) const {
+      return Kind::kHasDirect && m.in_stride == 1 && rows <= layer.args.direct_rows;
     }
 
     static Walk walk(const MoeflexMatrix& m, size_t size, long first, long cols, long ks) {
@@ -198,7 +204,7 @@ struct Layer {
       ahead.per_stretch = (int)((ahead.num_lines() + stretches - 1) / stretches);
     }
 
-    template <class T, class Pack>
+    template <class Pack>
     void through_panels(int rows, long ks, Pack pack) {
       pace(rows, ks);
       const long block = (long)kMaxSteps * Kind::kPair;
@@ -233,13 +239,13 @@ struct Layer {
           stripe.out_stride = 1;
         }
       }
-      if (direct<T>(gate, rows)) {
+      if (direct(gate, rows)) {
         if constexpr (Kind::kHasDirect) {
           multiply_direct<Kind, T>(s.rows, rows, gate, first, I, H, s.sums, 0, kCols0);
           if constexpr (Config::gated) multiply_direct<Kind, T>(s.rows, rows, a.up[t.expert], first, I, H, s.sums, kCols0, kCols0);
         }
       } else {
-        through_panels<T>(rows, H, [&](long k, long n) {
+        through_panels(rows, H, [&](long k, long n) {
           if (alternate) {
             pack_lanes<Kind, T>(stripe, 2 * first, 2 * I, k, n, s.panel, 0, kPanelLanes);
           } else {
@@ -254,8 +260,8 @@ struct Layer {
       for (int m = 0; m < rows; ++m) {
         Sum* sums = s.sums + (long)m * kPanelLanes;
         if (alternate) split_pairs(sums, a.up_interleaved < 0);
-        finish_hidden(sums, cols, layer.hidden + (row0 + m) * kPitchI + first, layer.weights[layer.route_of_row[row0 + m]]);
-        if (I % Kind::kPair && first + cols == I) std::memset(layer.hidden + (row0 + m) * kPitchI + I, 0, sizeof(Element));
+        finish_hidden(sums, cols, layer.hidden + (row0 + m) * layer.pitch_i + first, layer.weights[layer.route_of_row[row0 + m]]);
+        if (I % Kind::kPair && first + cols == I) std::memset(layer.hidden + (row0 + m) * layer.pitch_i + I, 0, sizeof(Element));
       }
     }
 
@@ -290,12 +296,12 @@ struct Layer {
       const MoeflexArgs& a = layer.args;
       const int rows = layer.view.tile_rows[t.row_tile];
       const long row0 = layer.view.tile_row[t.row_tile], first = (long)t.col * kCols1;
-      for (int m = 0; m < rows; ++m) s.rows[m] = layer.hidden + (row0 + m) * kPitchI;
+      for (int m = 0; m < rows; ++m) s.rows[m] = layer.hidden + (row0 + m) * layer.pitch_i;
       const MoeflexMatrix& down = a.down[t.expert];
-      if (direct<T>(down, rows)) {
+      if (direct(down, rows)) {
         if constexpr (Kind::kHasDirect) multiply_direct<Kind, T>(s.rows, rows, down, first, H, I, s.sums, 0, kCols1);
       } else {
-        through_panels<T>(rows, I, [&](long k, long n) { pack_lanes<Kind, T>(down, first, H, k, n, s.panel, 0, kCols1); });
+        through_panels(rows, I, [&](long k, long n) { pack_lanes<Kind, T>(down, first, H, k, n, s.panel, 0, kCols1); });
       }
       load_bias(a.down_bias, a.bias2_dtype, t.expert, first, H, 0, kCols1);
       const long cols = H - first < kCols1 ? H - first : kCols1;
@@ -361,13 +367,14 @@ struct Layer {
   static void work_body(int worker, void* context) {
     Layer& layer = *((Context*)context)->layer;
     ThreadMem mem;
-    Worker ops{layer, *(Scratch*)(layer.scratch + worker * sizeof(Scratch)), {}};
+    Worker ops(layer, *(Scratch*)(layer.scratch + worker * sizeof(Scratch)));
     work_loop(layer.view, layer.counters, mem, ops);
   }
 
   static int run(const MoeflexArgs& args) {
     if (args.num_tokens == 0) return 0;
-    const long routes = args.num_tokens * args.top_k;
+    Layer layer(args);
+    const long H = layer.H, I = layer.I, E = layer.E, routes = args.num_tokens * args.top_k;
     if (routes > (1l << 29) || routes * ((I + kCols0 - 1) / kCols0 + (H + kCols1 - 1) / kCols1) > (1l << 30)) return E2BIG;
     Problem p = {};
     p.num_tokens = (int)args.num_tokens;
@@ -384,21 +391,20 @@ struct Layer {
     p.arrivals = 1;
     p.world = 1;
     p.num_blocks = args.num_threads;
-    const bool stage = must_stage(args);
+    const bool stage = layer.must_stage();
     const long tiles = max_row_tiles(p), staged_rows = kInput ? routes : args.num_tokens;
     // One allocation, cut into 64-byte aligned arrays.
     size_t bytes = 0;
     auto reserve = [&](size_t n) { const size_t at = bytes; bytes += (n + 63) / 64 * 64; return at; };
     const size_t ints = reserve(sizeof(int) * (E + 4 * tiles + 2 * (E + 1) + 2 * routes + 2 * tiles + 32));
     const size_t at_weights = reserve(sizeof(Sum) * routes);
-    const size_t at_staged = reserve(stage ? sizeof(Element) * staged_rows * kPitchH : 0);
-    const size_t at_hidden = reserve(sizeof(Element) * routes * kPitchI);
+    const size_t at_staged = reserve(stage ? sizeof(Element) * staged_rows * layer.pitch_h : 0);
+    const size_t at_hidden = reserve(sizeof(Element) * routes * layer.pitch_i);
     const size_t at_parts = reserve(sizeof(Sum) * routes * H);
     const size_t at_scratch = reserve(sizeof(Scratch) * args.num_threads);
     char* memory = (char*)args.acquire(bytes);
     if (!memory) return ENOMEM;
 
-    Layer layer{args, {}, {}, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
     int* next = (int*)(memory + ints);
     auto take = [&](long n) { int* at = next; next += n; return at; };
     layer.counters.claim = take(16);  // a cache line of its own

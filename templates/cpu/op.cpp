@@ -7,6 +7,8 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/c/shim.h>
 
+#include <algorithm>
+#include <cerrno>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -361,7 +363,8 @@ const Entry* find(const std::string& plan, int x_dtype, const std::vector<Handle
   const auto found = table().find(plan);
   if (found == table().end())
     refuse("no CPU kernel was registered for this plan; moe_compiler.runtime.cpu_target.prepare builds it: " + plan.substr(0, 200));
-  for (const auto& entry : found->second) {
+  for (auto it = found->second.rbegin(); it != found->second.rend(); ++it) {  // the newest first
+    const auto& entry = *it;
     experts = std::make_unique<Experts>(entry->spec, tensors);
     if (entry->spec.x_dtype == x_dtype && experts->fits(entry->spec)) return entry.get();
   }
@@ -387,6 +390,10 @@ AtenTensorHandle compute(const std::vector<Handle>& x_in, const std::vector<Hand
   check(torch_get_num_threads(&threads), "get_num_threads");
   args.num_threads = in_forked_child ? 1 : (int32_t)threads;
 
+  args.num_experts = s.num_experts;
+  args.hidden = s.hidden;
+  args.intermediate = s.intermediate;
+  args.direct_rows = s.direct_rows;
   const Rows rows = rows_of(x, float_bytes(x_dtype), s.hidden, "x");
   args.x = rows.data;
   args.num_tokens = rows.num;
@@ -470,14 +477,18 @@ struct Registration {
 
 }  // namespace
 
+// Adds a kernel to the table, or makes it the newest of its plan. 0, or -1 for a spec of another version.
 extern "C" __attribute__((visibility("default"))) int moeflex_register(const char* plan, const MoeflexLayerSpec* spec,
                                                                       MoeflexKernel kernel) {
   if (spec->abi != kMoeflexAbi || spec->num_roles > kMoeflexMaxRoles) return -1;
   try {
     std::lock_guard<std::mutex> guard(table_mutex);
     auto& entries = table()[plan];
-    for (auto& entry : entries)
-      if (std::memcmp(&entry->spec, spec, sizeof *spec) == 0) return 0;
+    for (size_t i = 0; i < entries.size(); ++i)
+      if (std::memcmp(&entries[i]->spec, spec, sizeof *spec) == 0) {
+        std::rotate(entries.begin() + (long)i, entries.begin() + (long)i + 1, entries.end());
+        return 0;
+      }
     entries.push_back(std::make_unique<Entry>(Entry{*spec, kernel}));
     return 0;
   } catch (const std::exception&) {

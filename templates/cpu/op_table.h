@@ -23,6 +23,8 @@ struct MoeflexLayerSpec {
   int32_t stacked;
   int32_t has_b13, has_b2;
   int32_t x_dtype, out_dtype;
+  int32_t direct_rows;  // see MoeflexArgs
+  int32_t isa;          // MOEFLEX_ISA of the kernel
   int32_t num_roles;
   int32_t role_dtypes[kMoeflexMaxRoles];  // in the order of the roles; unused ones are 0
 };
