@@ -91,9 +91,16 @@ def plans_for(region: MoERegion, options: Options) -> list[MoEPlan]:
     return [dataclasses.replace(external, router=region.router), external]
 
 
-def place(match: Any, options: Options) -> Placement:
-    """Choose the target of a match of `passes.match_moe`."""
-    reason = _unplaceable(match, options)
+def place(match: Any, options: Options, *, device_type: str = "") -> Placement:
+    """Choose the target of a match of `passes.match_moe`.
+
+    Args:
+        match: the match.
+        options: of this compilation.
+        device_type: the device to choose for, "" for that of the match's tensors; `inspect` traces models on the meta
+            device and asks for another.
+    """
+    reason = _unplaceable(match, options, device_type)
     if reason:
         return Placement(target="", reason=reason)
     plans = plans_for(match.region, options)
@@ -114,11 +121,12 @@ def place(match: Any, options: Options) -> Placement:
     return Placement(target="", reason=reason)
 
 
-def _unplaceable(match: Any, options: Options) -> str:
+def _unplaceable(match: Any, options: Options, device_type: str) -> str:
     """Why no target takes a match, whatever its plan; "" when one may."""
     if "build" in options.disable:
         return "the stage 'build' is disabled"
     kinds = {_value(node).device.type for node in (match.x, *match.experts)}
+    kinds = {device_type} if device_type else kinds
     if kinds != {"cpu"}:
         return f"no {' + '.join(sorted(kinds)).upper()} target in this version"
     return _narrowing(match)
