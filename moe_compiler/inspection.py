@@ -106,8 +106,7 @@ def inspect_model(request: Request, progress: Callable[[str], None] = lambda _: 
         captured = _capture(target, request)
     with clock("match", "finding and proving MoE blocks"):
         found = [_find(graph, progress) for graph in captured.graphs]
-    with clock("report", "predicting"):
-        return _report(request, target, machine, captured, found, clock)
+    return _report(request, target, machine, captured, found, clock)
 
 
 def machine_of(request: Request) -> Machine:
@@ -320,7 +319,7 @@ def _block(
         status=Status.MATCHED,
         router=region.router.kind,
         region=region,
-        target=place(region, device_type, options.Options()).title,
+        target=place(entry, options.Options(), device_type=device_type).title,
         tensors=tensors,
         expert_bytes=num_bytes,
         bytes_per_expert=per_expert,

@@ -1,0 +1,39 @@
+"""Consoles: colours and boxes on a terminal, plain lines everywhere else."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from rich.console import Console
+
+PLAIN_WIDTH = 4000
+"""Columns where nobody looks at a screen: one row stays one line, for grep and awk."""
+
+
+def output_console() -> Console:
+    """The console of standard output."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, no_color=True, width=PLAIN_WIDTH)
+    return console
+
+
+@contextlib.contextmanager
+def progress_line(*, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """Yield a function that shows what is being done, with the seconds so far, on a standard error that is a terminal."""
+    console = Console(stderr=True, highlight=False)
+    if quiet or not console.is_terminal:
+        yield lambda _: None
+        return
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    with Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+    ) as bar:
+        task = bar.add_task("starting", total=None)
+        yield lambda sentence: bar.update(task, description=sentence)
