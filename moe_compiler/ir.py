@@ -280,6 +280,7 @@ class MoEPlan:
     experts: ExpertSpec
     out_dtype: str = ""
     batch_invariant: bool = False
+    round_gemms: bool = False
 
     @property
     def key(self) -> str:
@@ -352,6 +353,8 @@ class MoERegion:
         num_tokens: T where static, 0 where dynamic.
         dense_weights: the graph holds weights as [T, E], zero where not routed.
         x_dtype, weight_dtype, out_dtype: "bf16" | "fp16" | "fp32" | "fp64".
+        gemm_dtype: dtype of the expert GEMMs where the graph casts x or the weights down to it (explicitly or by
+            autocast), else "".
         escaping: what of the router is used outside of the region: subset of ("logits",
             "scores", "ids", "weights").
         form: how the graph spelled the experts: "grouped" | "gathered" | "loop" | "dense".
@@ -371,6 +374,7 @@ class MoERegion:
     x_dtype: str
     weight_dtype: str
     out_dtype: str
+    gemm_dtype: str = ""
     escaping: tuple[str, ...] = ()
     form: str
     shared_expert: str = ""
@@ -381,6 +385,26 @@ class MoERegion:
     def top_k(self) -> int:
         """K."""
         return self.router.top_k
+
+    @property
+    def op_x_dtype(self) -> str:
+        """dtype in which the op takes x: cast down where the graph casts its GEMMs down."""
+        return _narrower(self.x_dtype, self.gemm_dtype)
+
+    @property
+    def op_weight_dtype(self) -> str:
+        """dtype in which the op takes the expert weights."""
+        return _narrower(self.weight_dtype, self.gemm_dtype)
+
+
+DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+"""Bytes of an element."""
+
+
+def _narrower(dtype: str, gemm_dtype: str) -> str:
+    if gemm_dtype and DTYPE_BYTES.get(gemm_dtype, 8) < DTYPE_BYTES.get(dtype, 0):
+        return gemm_dtype
+    return dtype
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

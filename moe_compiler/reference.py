@@ -96,17 +96,23 @@ def combine_weights(spec: RouterSpec, scores: Tensor, ids: Tensor) -> Tensor:
 
 def group_scores(spec: RouterSpec, choice: Tensor) -> Tensor:
     """Score of every group [T, num_groups], from what the top-k would look at without groups [T, E]."""
-    grouped = choice.reshape(choice.shape[0], spec.num_groups, -1)
+    grouped = _in_groups(spec, choice)
     if spec.group_score is GroupScore.MAX:
         return grouped.amax(-1)
     return grouped.topk(2, dim=-1).values.sum(-1)
+
+
+def _in_groups(spec: RouterSpec, choice: Tensor) -> Tensor:
+    # The last axis is named, not inferred: with no tokens it could not be.
+    num_tokens, num_experts = choice.shape
+    return choice.reshape(num_tokens, spec.num_groups, num_experts // spec.num_groups)
 
 
 def _limit_groups(spec: RouterSpec, choice: Tensor) -> Tensor:
     of_groups = group_scores(spec, choice)
     kept = of_groups.topk(spec.top_k_groups, dim=-1, sorted=False).indices
     keep = torch.zeros_like(of_groups, dtype=torch.bool).scatter_(1, kept, True)
-    grouped = choice.reshape(choice.shape[0], spec.num_groups, -1)
+    grouped = _in_groups(spec, choice)
     return grouped.masked_fill(~keep.unsqueeze(-1), spec.group_fill).reshape(choice.shape)
 
 
@@ -160,19 +166,32 @@ def expert_tensors(spec: ExpertSpec, tensors: Sequence[Tensor], expert: int) -> 
 
 
 def run_expert(
-    spec: ExpertSpec, x: Tensor, weight: Tensor, tensors: Mapping[str, Tensor]
+    spec: ExpertSpec,
+    x: Tensor,
+    weight: Tensor,
+    tensors: Mapping[str, Tensor],
+    gemm_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """One expert on its rows: x [n, H], weight [n, 1] -> [n, H], the combine weight applied."""
+    """One expert on its rows: x [n, H], weight [n, 1] -> [n, H], the combine weight applied.
+
+    With `gemm_dtype`, operands and results of both GEMMs are rounded to it.
+    """
     if spec.weight_position is WeightPosition.INPUT:
         x = x * weight
-    gate, up = _project(spec, x, tensors)
+    gate, up = _project(spec, _rounded(x, gemm_dtype), tensors)
+    gate, up = _rounded(gate, gemm_dtype), None if up is None else _rounded(up, gemm_dtype)
     hidden = activate(spec.activation, gate, up)
     if spec.weight_position is WeightPosition.HIDDEN:
         hidden = hidden * weight
-    y = _linear(hidden, tensors["w2"], spec.w2_orientation)
+    y = _linear(_rounded(hidden, gemm_dtype), tensors["w2"], spec.w2_orientation)
     if spec.has_b2:
         y = y + tensors["b2"]
+    y = _rounded(y, gemm_dtype)
     return y * weight if spec.weight_position is WeightPosition.OUTPUT else y
+
+
+def _rounded(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return x if dtype is None else x.to(dtype).to(x.dtype)
 
 
 def _linear(x: Tensor, weight: Tensor, orientation: Orientation) -> Tensor:
@@ -227,6 +246,8 @@ def moe_layer(
     ids = ids.long()
     compute = torch.promote_types(rows.dtype, experts[0].dtype)
     wide = torch.promote_types(compute, torch.float32)
+    gemm_dtype = experts[0].dtype if plan.round_gemms else None
+    compute = wide if plan.round_gemms else compute
     parts = torch.zeros(*ids.shape, spec.hidden, dtype=wide, device=rows.device)
     for expert in range(spec.num_experts):
         token, slot = torch.where(ids == expert)
@@ -236,7 +257,7 @@ def moe_layer(
         weight = weights[token, slot].unsqueeze(-1).to(wide)
         if spec.weight_position is not WeightPosition.OUTPUT:
             weight = weight.to(compute)
-        y = run_expert(spec, rows[token].to(compute), weight, tensors)
+        y = run_expert(spec, rows[token].to(compute), weight, tensors, gemm_dtype)
         parts = parts.index_put((token, slot), y.to(wide))
     out_dtype = DTYPES[plan.out_dtype] if plan.out_dtype else x.dtype
     return parts.sum(1).to(out_dtype)

@@ -62,6 +62,7 @@ class Operands:
         down_bias: its bias, or empty.
         num_experts: E.
         stacked: one tensor with a leading E axis for a role.
+        gemm_dtype: dtype of the GEMM results in the graph; None when they differ.
     """
 
     up: tuple[tuple[fx.Node, ...], ...]
@@ -70,6 +71,7 @@ class Operands:
     down_bias: tuple[fx.Node, ...]
     num_experts: int
     stacked: bool
+    gemm_dtype: torch.dtype | None = None
 
     @property
     def groups(self) -> tuple[tuple[fx.Node, ...], ...]:
@@ -103,10 +105,12 @@ def find_operands(part: Slice) -> Operands:
     if not ups or not downs:
         raise NoSpec("there is no pair of up and down projections with weights of their own")
     weights = {g.weight for g in gemms}
+    dtypes = {t.dtype for g in gemms if (t := tensor(g.node)) is not None}
+    gemm_dtype = dtypes.pop() if len(dtypes) == 1 else None
     if all(_ndim(w) == 3 for w in weights):
-        return _stacked(part, ups, downs)
+        return dataclasses.replace(_stacked(part, ups, downs), gemm_dtype=gemm_dtype)
     if all(_ndim(w) == 2 for w in weights):
-        return _listed(part, ups, downs)
+        return dataclasses.replace(_listed(part, ups, downs), gemm_dtype=gemm_dtype)
     shapes = sorted({str(tuple(_shape(w))) for w in weights})
     raise NoSpec(f"its GEMMs read weights of shapes {', '.join(shapes)}: neither [E, .., ..] nor one matrix an expert")
 

@@ -321,6 +321,7 @@ def _at_full_size(
         x_dtype=_dtype_name(x),
         weight_dtype=_dtype_name(down),
         out_dtype=_dtype_name(output),
+        gemm_dtype=_narrow_gemms(candidate),
         escaping=describe.escaping(candidate),
         form=describe.expert_form(candidate.part),
         shared_expert=shared.kind,
@@ -329,6 +330,15 @@ def _at_full_size(
     )
     bias = router_bias(candidate) if router.has_bias else None
     return Proven(region=region, experts=operands.nodes, router_bias=bias)
+
+
+def _narrow_gemms(candidate: Candidate) -> str:
+    """dtype of the GEMMs where the graph casts x or a weight down to it, else ""."""
+    dtype = candidate.operands.gemm_dtype
+    wide = [tensor(n) for n in (candidate.x, *candidate.operands.nodes)]
+    if dtype is None or all(t is None or t.dtype.itemsize <= dtype.itemsize for t in wide):
+        return ""
+    return DTYPE_NAMES[dtype]
 
 
 def _dtype_name(found: Tensor) -> str:

@@ -7,6 +7,8 @@ are erased.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import fx
 
@@ -14,6 +16,7 @@ from moe_compiler.errors import MoeflexError
 from moe_compiler.ir import MoEPlan, Score
 from moe_compiler.passes.dataflow import DataFlow, is_inplace, op_name, tensor
 from moe_compiler.passes.match_moe import Match
+from moe_compiler.reference import DTYPES
 
 _CHECKS = frozenset(
     "_assert_scalar _assert_tensor_metadata _check _check_is_size sym_constrain_range "
@@ -55,15 +58,31 @@ def replace_region(
         else:
             router = [match.ids, _sparse_weights(graph, match)]
         x = flow.replaced.get(match.x, match.x)
+        cast = functools.partial(_cast_down, graph, match.region.gemm_dtype)
         layer = graph.call_function(
             torch.ops.moeflex.moe_layer.default,
-            (x, router, list(match.experts), plan.key),
+            (cast(x), router, [cast(n) for n in match.experts], plan.key),
         )
         layer.meta = _meta(match.output, output.reshape(-1, output.shape[-1]))
         result = layer if output.ndim == 2 else _like_output(graph, match, layer, flow)
     _redirect(flow, match, result)
     _erase(graph, match, keep={layer, result})
     return result
+
+
+def _cast_down(graph: fx.Graph, gemm_dtype: str, node: fx.Node) -> fx.Node:
+    """The cast that the graph makes before its expert GEMMs, where it narrows."""
+    found = tensor(node)
+    assert found is not None
+    dtype = DTYPES.get(gemm_dtype, found.dtype)
+    if found.dtype.itemsize <= dtype.itemsize:
+        return node
+    if "val" in node.meta:
+        narrow = graph.call_function(torch.ops.aten.to.dtype, (node, dtype))
+    else:
+        narrow = graph.call_method("to", (node, dtype))
+    narrow.meta = _meta(node, found.to(dtype))
+    return narrow
 
 
 def _sparse_weights(graph: fx.Graph, match: Match) -> fx.Node:

@@ -149,6 +149,9 @@ def _run_rows(
 ) -> Tensor:
     """One expert on its rows x [n, H], weight [n, 1] -> [n, H] in the wide dtype."""
     compute = torch.promote_types(x.dtype, next(iter(tensors.values())).dtype)
+    gemm_dtype = next(iter(tensors.values())).dtype if plan.round_gemms else None
+    if plan.round_gemms:
+        compute = wide
     narrow = compute in (torch.bfloat16, torch.float16)
     if narrow and x.device.type == "cpu" and (plan.batch_invariant or len(x) >= _MIN_ROWS_TO_WIDEN):
         compute = wide
@@ -156,7 +159,7 @@ def _run_rows(
     x = x.to(compute)
     weight = weight.to(wide if spec.weight_position is WeightPosition.OUTPUT else compute)
     if not plan.batch_invariant:
-        return run_expert(spec, x, weight, tensors).to(wide)
+        return run_expert(spec, x, weight, tensors, gemm_dtype).to(wide)
     tiles = []
     for start in range(0, len(x), _INVARIANT_ROWS):
         tile, tile_weight = (
@@ -166,5 +169,6 @@ def _run_rows(
         missing = _INVARIANT_ROWS - len(tile)
         padded = torch.nn.functional.pad(tile, (0, 0, 0, missing))
         padded_weight = torch.nn.functional.pad(tile_weight, (0, 0, 0, missing))
-        tiles.append(run_expert(spec, padded, padded_weight, tensors).to(wide)[: len(tile)])
+        out = run_expert(spec, padded, padded_weight, tensors, gemm_dtype)
+        tiles.append(out.to(wide)[: len(tile)])
     return torch.cat(tiles)
