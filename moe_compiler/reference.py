@@ -95,7 +95,7 @@ def combine_weights(spec: RouterSpec, scores: Tensor, ids: Tensor) -> Tensor:
 
 
 def group_scores(spec: RouterSpec, choice: Tensor) -> Tensor:
-    """Score of every group [T, num_groups], from what the top-k would look at without groups [T, E]."""
+    """Score of every group [T, num_groups], from the selection scores [T, E]."""
     grouped = _in_groups(spec, choice)
     if spec.group_score is GroupScore.MAX:
         return grouped.amax(-1)

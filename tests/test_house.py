@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("passes", "codegen", "runtime", "templates")
-TEMPLATE_SUFFIXES = {".h", ".cuh", ".cpp", ".cu", ".tmpl", ".html"}
+TEMPLATE_SUFFIXES = {".h", ".cuh", ".cpp", ".cu", ".in", ".tmpl", ".html"}
 HEAVY = ("networkx", "rich", "typer", "transformers", "triton", "sympy.printing")
 
 
@@ -40,13 +40,10 @@ def run_python(code: str, *, python: str = sys.executable, cwd: Path | None = No
 def source_files() -> set[str]:
     """Files that must be in the wheel, as paths inside it."""
     found = set()
-    for room in ROOMS:
-        for path in (ROOT / room).rglob("*"):
-            if path.suffix in TEMPLATE_SUFFIXES | {".py"} and "__pycache__" not in path.parts:
-                found.add(f"moe_compiler/{room}/{path.relative_to(ROOT / room).as_posix()}")
-    for path in (ROOT / "moe_compiler").iterdir():
-        if path.is_file() and path.suffix in TEMPLATE_SUFFIXES | {".py", ".typed"}:
-            found.add(f"moe_compiler/{path.name}")
+    for folder, _, names in os.walk(ROOT / "moe_compiler", followlinks=True):
+        for path in (Path(folder) / name for name in names):
+            if path.suffix in TEMPLATE_SUFFIXES | {".py", ".typed"}:
+                found.add(path.relative_to(ROOT).as_posix())
     return found
 
 
@@ -178,6 +175,6 @@ def test_links_are_relative(room: str) -> None:
 
 
 def test_every_test_folder_mirrors_a_room() -> None:
-    known = {*ROOMS, "cases", "goldens", "models"}
+    known = {*ROOMS, "cases", "data", "goldens", "models"}
     folders = {p.name for p in (ROOT / "tests").iterdir() if p.is_dir() and p.name != "__pycache__"}
     assert folders <= known

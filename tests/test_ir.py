@@ -80,6 +80,7 @@ plans = st.builds(
     experts=experts,
     out_dtype=st.sampled_from(["", "bf16", "fp16", "fp32", "fp64"]),
     batch_invariant=st.booleans(),
+    round_gemms=st.booleans(),
 )
 
 

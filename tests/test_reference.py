@@ -72,9 +72,9 @@ def eligible(spec: RouterSpec, choice: list[float]) -> list[float]:
 def normalize_row(spec: RouterSpec, weights: list[float]) -> list[float]:
     if spec.normalize is Normalize.SOFTMAX:
         weights = softmax(weights)
-    elif spec.normalize is Normalize.SIGMOID:
+    if spec.normalize in (Normalize.SIGMOID, Normalize.SIGMOID_SUM):
         weights = [sigmoid(w) for w in weights]
-    elif spec.normalize is Normalize.SUM:
+    if spec.normalize in (Normalize.SUM, Normalize.SIGMOID_SUM):
         total = sum(weights)
         total = max(total, spec.eps) if spec.eps_clamps else total + spec.eps
         weights = [w / total for w in weights]
@@ -98,6 +98,9 @@ ROUTERS = {
     "softmax_scale": RouterSpec(score=Score.SOFTMAX, top_k=K, scale=16.0),
     "topk_softmax": RouterSpec(score=Score.IDENTITY, top_k=4, normalize=Normalize.SOFTMAX),
     "top1_sigmoid": RouterSpec(score=Score.IDENTITY, top_k=1, normalize=Normalize.SIGMOID),
+    "topk_sigmoid_sum": RouterSpec(
+        score=Score.IDENTITY, top_k=3, normalize=Normalize.SIGMOID_SUM, eps=1e-3
+    ),
     "sigmoid_bias_sum_eps": RouterSpec(
         score=Score.SIGMOID, top_k=3, has_bias=True, normalize=Normalize.SUM, eps=0.25
     ),
@@ -367,13 +370,36 @@ def test_out_dtype(out_dtype: str) -> None:
     assert y.dtype is reference.DTYPES[out_dtype or "bf16"]
 
 
-def test_no_tokens() -> None:
-    spec = plain_experts()
-    plan = MoEPlan(router=ROUTERS["softmax"], experts=spec)
+@pytest.mark.parametrize("name", [*ROUTERS, "sparsemixer"])
+def test_no_tokens(name: str) -> None:
+    spec = plain_experts(num_experts=8)
+    sparsemixer = RouterSpec(score=Score.SPARSEMIXER, top_k=2, jitter_eps=0.01)
+    router = ROUTERS.get(name, sparsemixer)
+    routing = [torch.zeros(0, 8)] + [torch.zeros(8)] * router.has_bias
+    plan = MoEPlan(router=router, experts=spec)
     y = reference.moe_layer(
-        plan, torch.zeros(0, H), [torch.zeros(0, E)], [t.float() for t in random_tensors(spec)]
+        plan, torch.zeros(0, H), routing, [t.float() for t in random_tensors(spec)]
     )
     assert y.shape == (0, H)
+
+
+def test_rounded_gemms_keep_sums_and_weights_wide() -> None:
+    """`round_gemms`: only operands and results of the matmuls are rounded to the expert dtype."""
+    spec = plain_experts()
+    tensors = [t.bfloat16() for t in random_tensors(spec)]
+    x, ids = torch.randn(T, H), torch.randint(0, E, (T, K))
+    weights = torch.rand(T, K)
+    plan = MoEPlan(router=EXTERNAL, experts=spec, round_gemms=True)
+    y = reference.moe_layer(plan, x, [ids, weights], tensors)
+    assert y.dtype is torch.float32
+    want = torch.zeros(T, H)
+    for t, k in itertools.product(range(T), range(K)):
+        w13, w2 = (tensor[ids[t, k]].float() for tensor in tensors)
+        gate, up = (w13 @ x[t].bfloat16().float()).bfloat16().float().chunk(2)
+        hidden = (torch.nn.functional.silu(gate) * up).bfloat16().float()
+        want[t] += weights[t, k] * (w2 @ hidden).bfloat16().float()
+    # One differently rounded product is one unit of bf16.
+    assert relative_error(y, want) < 8e-3
 
 
 def test_sums_over_k_are_wide() -> None:
