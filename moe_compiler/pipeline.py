@@ -334,9 +334,14 @@ def _copy_graph(graph: fx.Graph) -> fx.Graph:
     """A copy with the same names and metadata."""
     copied = fx.Graph()
     copied._codegen = graph._codegen
-    output: Any = copied.graph_copy(graph, {}, return_output_node=True)
+    twins: dict[fx.Node, fx.Node] = {}
+    output: Any = copied.graph_copy(graph, twins, return_output_node=True)
     value, old_output = output
     copied.output(value).meta.update(old_output.meta)
+    # Dynamo hangs the source of an input on its node, and AOT autograd asks for it.
+    for node, twin in twins.items():
+        if hasattr(node, "_dynamo_source"):
+            twin._dynamo_source = node._dynamo_source  # type: ignore[attr-defined]
     return copied
 
 
