@@ -215,20 +215,16 @@ std::string shape_of(const View& v) {
 
 // [..., inner] as rows of `inner` with one stride between rows; false when the leading axes do not collapse.
 bool collapse(const View& v, int64_t* rows, int64_t* row_stride) {
+  bool possible = true;
   *rows = 1;
   *row_stride = 0;
-  bool first = true;
   for (int64_t i = v.dim - 2; i >= 0; --i) {
-    const int64_t size = v.sizes[i];
-    if (size != 1 && first) {
-      *row_stride = v.strides[i];
-      first = false;
-    } else if (size > 1 && *rows > 0 && v.strides[i] != *row_stride * *rows) {
-      return false;
-    }
-    *rows *= size;
+    if (v.sizes[i] == 1) continue;
+    if (*rows == 1) *row_stride = v.strides[i];
+    else possible = possible && v.strides[i] == *row_stride * *rows;
+    *rows *= v.sizes[i];
   }
-  return true;
+  return possible || *rows == 0;
 }
 
 // A dense copy of a view whose leading axes do not collapse.
