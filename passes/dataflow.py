@@ -102,9 +102,15 @@ def num_rows(node: fx.Node) -> int | None:
 def last_size(node: fx.Node) -> int | None:
     """Last size when it is static, else None."""
     found = tensor(node)
-    if found is None or found.ndim == 0 or isinstance(found.shape[-1], torch.SymInt):
-        return None
-    return int(found.shape[-1])
+    return None if found is None or found.ndim == 0 else static_size(found.shape[-1])
+
+
+def static_size(size: int | torch.SymInt) -> int | None:
+    """The size when it is fixed, also where a symbol was specialised to a number; else None."""
+    if isinstance(size, torch.SymInt):
+        fixed = size.node.maybe_as_int()
+        return None if fixed is None else int(fixed)
+    return int(size)
 
 
 def is_inplace(node: fx.Node) -> bool:

@@ -22,6 +22,7 @@ from moe_compiler.passes.dataflow import (
     is_float,
     op_name,
     size_hint,
+    static_size,
     tensor,
     value,
 )
@@ -181,6 +182,9 @@ class Sizes:
 
     def of(self, size: int | torch.SymInt) -> int:
         """The size in the run."""
+        fixed = static_size(size)
+        if fixed is not None:
+            return self.literals.get(fixed, fixed)
         if isinstance(size, torch.SymInt):
             expression = size.node.expr
             replaced = expression.subs(
@@ -192,7 +196,7 @@ class Sizes:
                     raise SliceError(f"the size {size} is not known before the model runs")
                 return hint
             return int(replaced)
-        return self.literals.get(size, size)
+        raise AssertionError(f"a size is an int or a SymInt: {size!r}")
 
     def shape(self, node: fx.Node) -> tuple[int, ...]:
         """The shape of a tensor node in the run."""
