@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from moe_compiler.codegen.floor import floor_points
 from moe_compiler.describe_block import (
     experts_text,
     form_text,
@@ -38,7 +39,12 @@ def payload(report: ModelReport) -> dict[str, object]:
     return {
         "report": encode(report),
         "groups": [
-            {"label": group.label, "indices": list(group.indices), "words": _words(group.block)}
+            {
+                "label": group.label,
+                "indices": list(group.indices),
+                "words": _words(group.block),
+                "curve": _curve(report, group.block),
+            }
             for group in group_blocks(report.blocks)
         ],
         "totals": {
@@ -63,12 +69,25 @@ def _words(block: BlockReport) -> dict[str, object]:
     return {
         "router": list(router_steps(block.region.router)),
         "experts": experts_text(block.region),
+        "activation": block.region.experts.activation.name,
         "layout": layout_text(block.region),
         "weight": weight_text(block.region),
         "form": form_text(block.region),
         "shared": shared_text(block.region),
         "proof": proof_text(block.region.proof),
     }
+
+
+def _curve(report: ModelReport, block: BlockReport) -> list[object]:
+    """Floors at four token counts an octave, from 1 to the largest one asked for, for the chart."""
+    region = block.region
+    if region is None:
+        return []
+    last = max(*report.tokens, 16)
+    steps = range(4 * last.bit_length())
+    tokens = sorted({1, last, *(count for i in steps if (count := round(2 ** (i / 4))) < last)})
+    points = floor_points(region.experts, region.top_k, region.weight_dtype, report.machine, tokens)
+    return [encode(point) for point in points]
 
 
 def script_json(value: object) -> str:

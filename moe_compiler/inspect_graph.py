@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from moe_compiler.model_report import BlockGraph, GraphNode, OutsideNode, Stage
-from moe_compiler.passes.dataflow import CONTRACTIONS, op_name, tensor
+from moe_compiler.passes.dataflow import CONTRACTIONS, DataFlow, op_name, tensor
 from moe_compiler.passes.match_moe import Match
 from moe_compiler.reference import DTYPE_NAMES
 
@@ -18,13 +18,13 @@ MAX_GRAPH_NODES = 150
 """A static loop over many experts has thousands of nodes: its middle is left out."""
 
 
-def block_graph(match: Match) -> BlockGraph:
-    """The graph of one block; names are those of this block."""
+def block_graph(match: Match, flow: DataFlow) -> BlockGraph:
+    """The graph of one block; names are those of this block, and a reader of a tensor reads who last wrote to it."""
     symbols = _token_symbol(match.x)
     inside = [n for n in match.output.graph.nodes if n in match.nodes and _computes(n)]
-    stages = _stages(match, inside)
+    stages = _stages(match, inside, flow)
     roles = _roles(match)
-    reads = dict.fromkeys(a for n in inside for a in n.all_input_nodes if a not in stages)
+    reads = dict.fromkeys(a for n in inside for a in flow.inputs[n] if a not in stages)
     kept = _middle_out(inside)
     nodes = tuple(
         GraphNode(
@@ -32,7 +32,7 @@ def block_graph(match: Match) -> BlockGraph:
             op=op_name(node),
             stage=stages[node],
             shape=_shape(node, symbols),
-            inputs=tuple(a.name for a in node.all_input_nodes),
+            inputs=tuple(a.name for a in flow.inputs[node]),
         )
         for node in kept
     )
@@ -73,17 +73,17 @@ def _roles(match: Match) -> dict[fx.Node, str]:
     return roles
 
 
-def _stages(match: Match, nodes: list[fx.Node]) -> dict[fx.Node, Stage]:
+def _stages(match: Match, nodes: list[fx.Node], flow: DataFlow) -> dict[fx.Node, Stage]:
     """Router: what ids and weights need. Experts: from the first to the last contraction behind it."""
     members = set(nodes)
-    router = _closure([match.ids, match.weights], members)
+    router = _closure([match.ids, match.weights], members, flow)
     after: set[fx.Node] = set()
     for node in nodes:
-        if node not in router and (_contracts(node) or any(a in after for a in node.all_input_nodes)):
+        if node not in router and (_contracts(node) or any(a in after for a in flow.inputs[node])):
             after.add(node)
     before: set[fx.Node] = set()
     for node in reversed(nodes):
-        if node not in router and (_contracts(node) or any(u in before for u in node.users)):
+        if node not in router and (_contracts(node) or any(u in before for u in flow.users[node])):
             before.add(node)
     stages = {}
     for node in nodes:
@@ -96,14 +96,14 @@ def _stages(match: Match, nodes: list[fx.Node]) -> dict[fx.Node, Stage]:
     return stages
 
 
-def _closure(roots: Iterable[fx.Node], members: set[fx.Node]) -> set[fx.Node]:
+def _closure(roots: Iterable[fx.Node], members: set[fx.Node], flow: DataFlow) -> set[fx.Node]:
     found: set[fx.Node] = set()
     todo = list(roots)
     while todo:
         node = todo.pop()
         if node in members and node not in found:
             found.add(node)
-            todo += node.all_input_nodes
+            todo += flow.inputs[node]
     return found
 
 

@@ -24,6 +24,7 @@ from moe_compiler.inspect_target import TRACE_TOKENS, Target, TargetOptions, loa
 from moe_compiler.ir import NoMatch
 from moe_compiler.model_report import BlockReport, Machine, ModelReport, Rate, StageTime, Status
 from moe_compiler.outline import build_outline
+from moe_compiler.passes.dataflow import DataFlow
 from moe_compiler.passes.match_moe import Match, find_regions
 from moe_compiler.placement import place
 from moe_compiler.reference import DTYPE_NAMES
@@ -181,6 +182,7 @@ class _Found:
     """The blocks of one graph, in its order."""
 
     blocks: tuple[Match | NoMatch, ...]
+    flow: DataFlow
     num_nodes: int
 
 
@@ -241,7 +243,7 @@ def _find(graph: _Graph, progress: Callable[[str], None]) -> _Found:
     placed += [(position.get(r.node, len(position)), r) for r in refused]
     placed.sort(key=lambda entry: entry[0])
     progress(f"{len(found.matches)} blocks proven, {len(refused)} refused")
-    return _Found(tuple(block for _, block in placed), len(position))
+    return _Found(tuple(block for _, block in placed), found.flow, len(position))
 
 
 def _report(
@@ -256,7 +258,7 @@ def _report(
     blocks: dict[tuple[str, str], BlockReport] = {}
     for part in found:
         for entry in part.blocks:
-            block = _block(entry, request, machine, table)
+            block = _block(entry, part.flow, request, machine, table)
             # a model that is called in several graphs, or twice, shows a block once
             blocks.setdefault((block.name, "" if block.name else block.node), block)
     reports = list(blocks.values())
@@ -296,7 +298,7 @@ def _input_note(request: Request, target: Target) -> str:
 
 
 def _block(
-    entry: Match | NoMatch, request: Request, machine: Machine, table: GraphTable
+    entry: Match | NoMatch, flow: DataFlow, request: Request, machine: Machine, table: GraphTable
 ) -> BlockReport:
     if isinstance(entry, NoMatch):
         return BlockReport(
@@ -327,7 +329,7 @@ def _block(
         floors=floor.floor_points(
             region.experts, region.top_k, region.weight_dtype, machine, request.tokens
         ),
-        graph_idx=table.index_of(block_graph(entry)),
+        graph_idx=table.index_of(block_graph(entry, flow)),
     )
 
 

@@ -18,7 +18,7 @@ _LISTS = (nn.ModuleList, nn.Sequential)
 
 
 def build_outline(module: nn.Module, blocks: Sequence[BlockReport]) -> tuple[OutlineNode, ...]:
-    """The outline of `module`.
+    """The outline of `module`; empty when it has no submodules.
 
     Args:
         module: the model.
@@ -31,8 +31,6 @@ def build_outline(module: nn.Module, blocks: Sequence[BlockReport]) -> tuple[Out
         likeness.append(kinds.setdefault(block.likeness, len(kinds)))
         places.setdefault(block.name, index)
     builder = _Builder(places, likeness)
-    if "" in places or type(module).__name__ in places:
-        return (builder.leaf(module, "", places.get("", 0)),)
     return builder.children(module, "", in_layer=False)
 
 
@@ -44,7 +42,7 @@ class _Builder:
     def leaf(self, module: nn.Module, label: str, block: int | None) -> OutlineNode:
         parameters = list(module.parameters())
         return OutlineNode(
-            label=label or type(module).__name__,
+            label=label,
             module_class=type(module).__name__,
             num_parameters=sum(p.numel() for p in parameters),
             num_bytes=sum(p.numel() * p.element_size() for p in parameters),

@@ -34,6 +34,10 @@ def print_report(report: ModelReport, *, show_all: bool = False, console: Consol
     matched = [group for group in groups if group.block.status is Status.MATCHED]
     if matched:
         out.print(_blocks_table(matched, out))
+        for group in matched:
+            if group.block.region and group.block.region.router_note:
+                note = f"{_label(group)}: the router stays in the graph: {group.block.region.router_note}"
+                out.print(escape(note))
         out.print(_floors_table(report, matched, out))
         _print_floor_notes(report, out)
     _print_unmatched([g for g in groups if g.block.status is not Status.MATCHED], out)
@@ -114,7 +118,7 @@ def _facts(group: BlockGroup) -> tuple[str, ...]:
     return (
         _label(group),
         block.module_class,
-        block.router + (f" ({region.router_note})" if region.router_note else ""),
+        block.router,
         experts_text(region),
         layout_text(region),
         form_text(region),
