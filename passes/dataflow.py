@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import networkx as nx
 import torch
@@ -34,9 +35,7 @@ CONTRACTIONS = frozenset(
 _ROOT = "virtual root"
 _SPLITS = frozenset("chunk split unbind tensor_split split_with_sizes".split())
 _ALIASES = (VIEWS - {"clone"}) | _SPLITS | {"getitem", "to"}
-_INPLACE_FUNCTIONS = frozenset(
-    "itruediv iadd imul isub setitem ifloordiv ipow iand ior".split()
-)
+_INPLACE_FUNCTIONS = frozenset("itruediv iadd imul isub setitem ifloordiv ipow iand ior".split())
 
 
 def op_name(node: fx.Node) -> str:
@@ -74,7 +73,7 @@ def is_integer(node: fx.Node) -> bool:
     return found is not None and found.dtype in (torch.int64, torch.int32)
 
 
-def size_hint(size: int | torch.SymInt) -> int | None:
+def size_hint(size: Any) -> int | None:
     """The size as an int; for a symbol the size seen while tracing; None when there is none."""
     if isinstance(size, torch.SymInt):
         node = size.node
@@ -105,7 +104,7 @@ def last_size(node: fx.Node) -> int | None:
     return None if found is None or found.ndim == 0 else static_size(found.shape[-1])
 
 
-def static_size(size: int | torch.SymInt) -> int | None:
+def static_size(size: Any) -> int | None:
     """The size when it is fixed, also where a symbol was specialised to a number; else None."""
     if isinstance(size, torch.SymInt):
         fixed = size.node.maybe_as_int()
@@ -224,7 +223,9 @@ class DataFlow:
             elif node.op == "output":
                 constant[node] = False
             else:
-                scalar = isinstance(value(node), (torch.SymInt, torch.SymFloat, torch.SymBool, int, float))
+                scalar = isinstance(
+                    value(node), (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)
+                )
                 constant[node] = scalar or all(constant[a] for a in self.inputs[node])
         self.constant = constant
         self.data_inputs = {
@@ -325,13 +326,18 @@ class DataFlow:
                 return None
             name = op_name(node)
             first = node.all_input_nodes[0]
-            if name in ("index", "index_select", "embedding", "getitem") and not self.constant[node]:
+            if (
+                name in ("index", "index_select", "embedding", "getitem")
+                and not self.constant[node]
+            ):
                 if not any(not self.constant[a] for a in node.all_input_nodes[1:]):
                     return None
                 gathered = True
             elif self.constant[node]:
                 if name not in VIEWS | CASTS | {"getitem"}:
-                    return (node, gathered) if is_float(node) and self.uses_parameters(node) else None
+                    return (
+                        (node, gathered) if is_float(node) and self.uses_parameters(node) else None
+                    )
             elif name not in VIEWS | CASTS:
                 return None
             if tensor(first) is None and name != "getitem":
@@ -357,9 +363,7 @@ def is_hidden(node: fx.Node, hidden: int, rows: int) -> bool:
     return is_float(node) and last_size(node) == hidden and num_rows(node) == rows
 
 
-def chain(
-    immediate: dict[fx.Node, fx.Node | None], node: fx.Node
-) -> Iterator[fx.Node]:
+def chain(immediate: dict[fx.Node, fx.Node | None], node: fx.Node) -> Iterator[fx.Node]:
     """The (post-)dominators of a node, nearest first."""
     found = immediate.get(node)
     while found is not None:
@@ -400,4 +404,3 @@ def id_bound(flow: DataFlow, ids: fx.Node) -> int | None:
     if name in VIEWS | {"getitem", "to", "_to_copy", "long", "int", "type"} and len(reads) == 1:
         return id_bound(flow, reads[0])
     return None
-

@@ -43,7 +43,15 @@ def expert_form(part: Slice) -> str:
                 matrices += 1
     if gathers:
         return "gathered"
-    if names & {"where", "nonzero", "index_add", "index_add_", "setitem", "index_put", "index_put_"}:
+    if names & {
+        "where",
+        "nonzero",
+        "index_add",
+        "index_add_",
+        "setitem",
+        "index_put",
+        "index_put_",
+    }:
         return "loop"
     return "loop" if matrices > 3 and any(_routed_rows(part, n) for n in part.body) else "dense"
 
@@ -51,7 +59,8 @@ def expert_form(part: Slice) -> str:
 def _routed_rows(part: Slice, node: fx.Node) -> bool:
     """Whether a node selects rows by a data-dependent index."""
     return op_name(node) in ("index", "getitem", "split", "index_select") and any(
-        (t := tensor(a)) is not None and not t.is_floating_point() for a in part.flow.data_inputs[node]
+        (t := tensor(a)) is not None and not t.is_floating_point()
+        for a in part.flow.data_inputs[node]
     )
 
 
@@ -110,7 +119,8 @@ def _dense_expert(flow: DataFlow, x: fx.Node, other: fx.Node) -> SharedExpert:
     if x not in above and source not in above:
         return SharedExpert()
     gemms = [
-        n for n in above
+        n
+        for n in above
         if op_name(n) in CONTRACTIONS and any(flow.weight_leaf(a) for a in flow.inputs[n])
     ]
     if len(gemms) < 2:

@@ -78,7 +78,9 @@ def _experts_differ(run: ExpertRun, generator: torch.Generator, tensors: list[Te
         equal = [t[:1].expand(t.shape).contiguous() for t in tensors]
     else:
         equal = [tensors[i - i % each] for i in range(len(tensors))]
-    x = torch.randn(1, run.hidden, generator=generator, dtype=torch.float64).expand(run.num_tokens, -1)
+    x = torch.randn(1, run.hidden, generator=generator, dtype=torch.float64).expand(
+        run.num_tokens, -1
+    )
     weights = torch.zeros(run.num_tokens, run.top_k, dtype=torch.float64)
     weights[:, 0] = 1.0
     ids = distinct_ids(run.num_tokens, each, run.top_k, generator)

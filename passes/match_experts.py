@@ -112,7 +112,9 @@ def find_operands(part: Slice) -> Operands:
     if all(_ndim(w) == 2 for w in weights):
         return dataclasses.replace(_listed(part, ups, downs), gemm_dtype=gemm_dtype)
     shapes = sorted({str(tuple(_shape(w))) for w in weights})
-    raise NoSpec(f"its GEMMs read weights of shapes {', '.join(shapes)}: neither [E, .., ..] nor one matrix an expert")
+    raise NoSpec(
+        f"its GEMMs read weights of shapes {', '.join(shapes)}: neither [E, .., ..] nor one matrix an expert"
+    )
 
 
 def _find_gemms(part: Slice) -> list[_Gemm]:
@@ -157,9 +159,13 @@ def _stacked(part: Slice, ups: list[_Gemm], downs: list[_Gemm]) -> Operands:
     down = tuple(dict.fromkeys(g.weight for g in downs))
     num_experts = {_shape(w)[0] for w in up + down}
     if len(num_experts) != 1:
-        raise NoSpec(f"its stacked weights disagree on the number of experts: {sorted(num_experts)}")
+        raise NoSpec(
+            f"its stacked weights disagree on the number of experts: {sorted(num_experts)}"
+        )
     if len(up) > 2 or len(down) != 1:
-        raise NoSpec(f"it has {len(up)} up and {len(down)} down projections; one or two and one can be expressed")
+        raise NoSpec(
+            f"it has {len(up)} up and {len(down)} down projections; one or two and one can be expressed"
+        )
     known = {*up, *down}
     before_down = part.flow.ancestors(
         (g.node for g in downs), first=min(part.flow.position[n] for n in part.body)
@@ -174,7 +180,9 @@ def _stacked(part: Slice, ups: list[_Gemm], downs: list[_Gemm]) -> Operands:
             )
         (up_bias if _consumer(part, leaf) in before_down else down_bias).append((leaf,))
     if len(up_bias) not in (0, len(up)) or len(down_bias) > 1:
-        raise NoSpec(f"it has {len(up_bias)} up and {len(down_bias)} down biases for {len(up)} up projections")
+        raise NoSpec(
+            f"it has {len(up_bias)} up and {len(down_bias)} down biases for {len(up)} up projections"
+        )
     if len(up_bias) == 2:
         up_bias = _biases_in_order(part, up, up_bias)
     return Operands(
@@ -195,7 +203,13 @@ def _consumer(part: Slice, leaf: fx.Node) -> fx.Node | None:
         for user in part.flow.users[stack.pop()]:
             if user not in body:
                 continue
-            if op_name(user) not in VIEWS | CASTS | {"getitem", "index", "index_select", "embedding", "repeat_interleave"}:
+            if op_name(user) not in VIEWS | CASTS | {
+                "getitem",
+                "index",
+                "index_select",
+                "embedding",
+                "repeat_interleave",
+            }:
                 return user
             stack.append(user)
     return None
@@ -210,7 +224,9 @@ def _biases_in_order(
     for weight in up:
         for (bias,) in biases:
             consumer = _consumer(part, bias)
-            sources = flow.ancestors([consumer], first=flow.position[part.body[0]]) if consumer else set()
+            sources = (
+                flow.ancestors([consumer], first=flow.position[part.body[0]]) if consumer else set()
+            )
             reads = {
                 found[0]
                 for n in sources
@@ -234,7 +250,9 @@ def _listed(part: Slice, ups: list[_Gemm], downs: list[_Gemm]) -> Operands:
         experts.append((before, down))
     widths = {len(before) for before, _ in experts}
     if len(widths) != 1 or not 1 <= max(widths) <= 2:
-        raise NoSpec(f"its {len(experts)} down projections follow {sorted(widths)} up projections each")
+        raise NoSpec(
+            f"its {len(experts)} down projections follow {sorted(widths)} up projections each"
+        )
     shapes = {tuple(_shape(g.weight) for g in (*before, down)) for before, down in experts}
     if len(shapes) != 1:
         raise NoSpec(f"its experts are not equal: weight shapes {sorted(map(str, shapes))}")
@@ -338,7 +356,13 @@ class ExpertRun:
         return [self.sizes.shape(n) for n in self.operands.nodes]
 
     def __call__(
-        self, x: Tensor, ids: Tensor, weights: Tensor, tensors: Sequence[Tensor], *, precise: bool = True
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        tensors: Sequence[Tensor],
+        *,
+        precise: bool = True,
     ) -> Tensor:
         """Run: x [T, H], ids [T, K], weights [T, K] -> [T, H]."""
         if self.dense:
@@ -511,7 +535,9 @@ def _projections(
         rows = []
         for token, e in enumerate(expert.tolist()):
             matrix = tensors[group][e] if operands.stacked else tensors[group * each + e]
-            rows.append(matrix @ x[token] if hypothesis.up is Orientation.OUT_IN else x[token] @ matrix)
+            rows.append(
+                matrix @ x[token] if hypothesis.up is Orientation.OUT_IN else x[token] @ matrix
+            )
         results.append(torch.stack(rows))
     return results
 
@@ -528,7 +554,9 @@ def _layouts(
         else:
             both, inter = projected[0], hypothesis.intermediate
             concat = layout in (GateLayout.CONCAT, GateLayout.CONCAT_UP_FIRST)
-            first, second = (both[:, :inter], both[:, inter:]) if concat else (both[:, ::2], both[:, 1::2])
+            first, second = (
+                (both[:, :inter], both[:, inter:]) if concat else (both[:, ::2], both[:, 1::2])
+            )
             up_first = layout in (GateLayout.CONCAT_UP_FIRST, GateLayout.INTERLEAVED_UP_FIRST)
             yield layout, *((second, first) if up_first else (first, second)), False
 
@@ -671,4 +699,3 @@ def constants_of(part: Slice) -> tuple[float, ...]:
             if isinstance(argument, (int, float)) and not isinstance(argument, bool):
                 found[float(argument)] = None
     return tuple(found)
-

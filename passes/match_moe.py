@@ -151,18 +151,20 @@ def find_regions(
         if match is not None:
             matches.append(match)
             claimed.update(match.nodes)
-            logger.info("matched %s: %s", match.region.name or anchor.name, match.region.router.kind)
+            logger.info(
+                "matched %s: %s", match.region.name or anchor.name, match.region.router.kind
+            )
         refused.extend(reasons)
     taken = {id_ for match in matches for id_ in match.nodes}
     left = _drop_covered(flow, refused, taken)
     for reason in left:
-        logger.info("left alone %s (%s): %s", reason.name or reason.node, reason.node, reason.reason)
+        logger.info(
+            "left alone %s (%s): %s", reason.name or reason.node, reason.node, reason.reason
+        )
     return MatchResult(matches=tuple(matches), refused=tuple(left), flow=flow)
 
 
-def _drop_covered(
-    flow: DataFlow, refused: Sequence[NoMatch], taken: set[fx.Node]
-) -> list[NoMatch]:
+def _drop_covered(flow: DataFlow, refused: Sequence[NoMatch], taken: set[fx.Node]) -> list[NoMatch]:
     """One reason a block: none for a node inside of a match, the first one for a module seen twice."""
     names = {node.name for node in taken}
     kept: dict[str, NoMatch] = {}
@@ -210,7 +212,8 @@ def _frames(flow: DataFlow, anchor: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]
     if rows is None:
         return
     above = [
-        n for n in itertools.islice(chain(flow.dominators, anchor), 80)
+        n
+        for n in itertools.islice(chain(flow.dominators, anchor), 80)
         if is_float(n) and num_rows(n) == rows and last_size(n) is not None
     ]
     tried: set[int] = set()
@@ -387,7 +390,10 @@ def module_of(output: fx.Node, anchor: fx.Node) -> tuple[str, str]:
         if a[0] != b[0]:
             break
         kind = a[1]
-        found = (_plain_name(str(a[0])), kind.__name__ if isinstance(kind, type) else str(kind).split(".")[-1])
+        found = (
+            _plain_name(str(a[0])),
+            kind.__name__ if isinstance(kind, type) else str(kind).split(".")[-1],
+        )
     return found
 
 

@@ -240,7 +240,9 @@ def _check_experts(run: ExpertRun, spec: ExpertSpec) -> float:
         case = (x, ids, weights)
         error = relative_error(reference(spec, case, tensors), run(*case, tensors))
         if not error < TOLERANCE:
-            raise NoSpec(f"its experts differ from {spec.activation.name} under {label} (relative error {error:.1e})")
+            raise NoSpec(
+                f"its experts differ from {spec.activation.name} under {label} (relative error {error:.1e})"
+            )
         worst = max(worst, error)
     _check_native(run, spec, generator)
     return worst
@@ -254,10 +256,14 @@ def _check_native(run: ExpertRun, spec: ExpertSpec, generator: torch.Generator) 
     expected = reference(spec, case, tensors)
     dtypes = [tensor(n) for n in (run.x, *run.operands.nodes)] + [native]
     allowed = max(NATIVE_TOLERANCE.get(t.dtype, 1e-3) for t in dtypes if t is not None)
-    allowed = max(allowed, *(NATIVE_TOLERANCE[d] for d in describe.cast_dtypes(run.runner.part)), allowed)
+    allowed = max(
+        allowed, *(NATIVE_TOLERANCE[d] for d in describe.cast_dtypes(run.runner.part)), allowed
+    )
     error = relative_error(expected, native.double())
     if not error < allowed:
-        raise NoSpec(f"in its own dtypes it is {error:.1e} away from fp64, more than rounding explains")
+        raise NoSpec(
+            f"in its own dtypes it is {error:.1e} away from fp64, more than rounding explains"
+        )
 
 
 def _check_invalid_ids(
@@ -271,7 +277,11 @@ def _check_invalid_ids(
     generator = torch.Generator().manual_seed(2)
     num_experts = run.operands.num_experts
     bound = id_bound(candidate.flow, candidate.ids)
-    possible = (-1, num_experts) if bound is None else range(num_experts, bound)[:: max(1, bound - num_experts - 1)]
+    possible = (
+        (-1, num_experts)
+        if bound is None
+        else range(num_experts, bound)[:: max(1, bound - num_experts - 1)]
+    )
     for invalid in possible:
         tensors = random_tensors(run, generator)
         x, ids, weights = random_case(run, generator, scale=1.0)
@@ -290,14 +300,14 @@ def _check_invalid_ids(
             )
 
 
-def _at_full_size(
-    candidate: Candidate, outcome: _Outcome, name: str, module_class: str
-) -> Proven:
+def _at_full_size(candidate: Candidate, outcome: _Outcome, name: str, module_class: str) -> Proven:
     spec = outcome.spec
     assert spec is not None
     operands = candidate.operands
     if outcome.swapped:
-        operands = dataclasses.replace(operands, up=operands.up[::-1], up_bias=operands.up_bias[::-1])
+        operands = dataclasses.replace(
+            operands, up=operands.up[::-1], up_bias=operands.up_bias[::-1]
+        )
     hidden = shape_hint(candidate.x)[-1]
     down = tensor(operands.down[0])
     assert hidden is not None and down is not None
@@ -343,4 +353,3 @@ def _narrow_gemms(candidate: Candidate) -> str:
 
 def _dtype_name(found: Tensor) -> str:
     return DTYPE_NAMES.get(found.dtype, str(found.dtype).removeprefix("torch."))
-

@@ -69,9 +69,7 @@ class _RouterFunction:
         return entry.double() if precise else entry.to(found.dtype)
 
 
-def prove_router(
-    candidate: Candidate, num_experts: int
-) -> tuple[RouterMatch | None, str]:
+def prove_router(candidate: Candidate, num_experts: int) -> tuple[RouterMatch | None, str]:
     """Find and prove the router.
 
     Returns:

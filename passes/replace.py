@@ -135,7 +135,9 @@ def _node_of_shape(match: Match) -> fx.Node:
         if found is not None and tuple(found.shape) == tuple(wanted.shape) and node not in body:
             return node
         node = node.all_input_nodes[0] if node.all_input_nodes else None
-    raise ReplaceError(f"no tensor of the dynamic shape {tuple(wanted.shape)} is at hand before the block")
+    raise ReplaceError(
+        f"no tensor of the dynamic shape {tuple(wanted.shape)} is at hand before the block"
+    )
 
 
 def _refuse_aliases(flow: DataFlow, match: Match) -> None:
@@ -169,7 +171,9 @@ def _redirect(flow: DataFlow, match: Match, result: fx.Node) -> None:
     storage = flow.storage(match.output)
     body = set(match.body)
     if storage in body:
-        names += [n for n in match.body if flow.storage(n) is storage and (n is storage or is_inplace(n))]
+        names += [
+            n for n in match.body if flow.storage(n) is storage and (n is storage or is_inplace(n))
+        ]
     for name in dict.fromkeys(names):
         flow.replaced[name] = result
         for user in list(name.users):

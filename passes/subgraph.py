@@ -114,7 +114,9 @@ def cut(
         elif kind == "scalar":
             scalars.append(node)
         elif kind == "foreign":
-            raise SliceError(f"it also reads {_describe(node)}, which is computed outside of the block")
+            raise SliceError(
+                f"it also reads {_describe(node)}, which is computed outside of the block"
+            )
         else:
             stack.extend(flow.inputs[node])
     leaves = {*weights, *scalars}
@@ -180,7 +182,7 @@ class Sizes:
     symbols: Mapping[str, int] = dataclasses.field(default_factory=dict)
     literals: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
-    def of(self, size: int | torch.SymInt) -> int:
+    def of(self, size: Any) -> int:
         """The size in the run."""
         fixed = static_size(size)
         if fixed is not None:
@@ -263,7 +265,9 @@ class Runner:
             except SliceError:
                 raise
             except Exception as error:
-                raise SliceError(f"'{node.name}' ({op_name(node)}) failed: {_first_line(error)}") from error
+                raise SliceError(
+                    f"'{node.name}' ({op_name(node)}) failed: {_first_line(error)}"
+                ) from error
             for read in self._last_use.get(node, ()):
                 environment.pop(read, None)
         return [environment[n] for n in self.part.outputs]
@@ -300,7 +304,8 @@ class Runner:
             # the slice runs on the CPU, wherever the model is
             return _CPU if isinstance(argument, torch.device) else argument
 
-        args, kwargs = map_aggregate((node.args, node.kwargs), bind)  # type: ignore[misc]
+        bound: Any = map_aggregate((node.args, node.kwargs), bind)
+        args, kwargs = bound
         name = op_name(node)
         if name in _REPLACED and (precise or name in _NOT_ON_A_CPU):
             return _REPLACED[name](*args, **kwargs)
@@ -336,7 +341,11 @@ def _first_line(error: BaseException) -> str:
 
 
 def _grouped_mm(
-    x: Tensor, weight: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
+    x: Tensor,
+    weight: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: Any = None,
 ) -> Tensor:
     """Grouped GEMM in any float dtype: x [S, in] with row offsets, weight [E, in, out]; rows past the end are NaN."""
     if x.ndim != 2 or weight.ndim != 3 or offs is None or bias is not None:
@@ -374,7 +383,9 @@ def small_view(shape: Sequence[int], dtype: torch.dtype, generator: torch.Genera
     """
     steps = (1, 61, 97, 193, 389)[: len(shape)]
     strides = tuple(reversed(steps))
-    length = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True) if size)
+    length = 1 + sum(
+        (size - 1) * stride for size, stride in zip(shape, strides, strict=True) if size
+    )
     scale = max(1, shape[-1]) ** -0.5 if len(shape) > 1 else 0.5
     buffer = torch.randn(max(1, length), generator=generator, dtype=torch.float64) * scale
     return buffer.to(dtype).as_strided(tuple(shape), strides)

@@ -74,7 +74,9 @@ def replaced(
 class SpelledExperts(nn.Module):
     """Softmax routing and gathered experts that spell an `ExpertSpec` in their own words."""
 
-    def __init__(self, spec: Any, top_k: int = 2, seed: int = 0, dtype: torch.dtype = torch.float32):
+    def __init__(
+        self, spec: Any, top_k: int = 2, seed: int = 0, dtype: torch.dtype = torch.float32
+    ):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         self.spec, self.top_k = spec, top_k

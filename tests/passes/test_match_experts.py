@@ -56,7 +56,9 @@ def test_orientation_comes_from_the_graph_and_not_from_shapes(
 
 ACTIVATIONS = [
     *(ActivationSpec(kind=kind) for kind in ActivationKind if kind is not ActivationKind.IDENTITY),
-    ActivationSpec(kind=ActivationKind.SILU, alpha=1.702, gate_max=7.0, up_min=-7.0, up_max=7.0, up_shift=1.0),
+    ActivationSpec(
+        kind=ActivationKind.SILU, alpha=1.702, gate_max=7.0, up_min=-7.0, up_max=7.0, up_shift=1.0
+    ),
     ActivationSpec(kind=ActivationKind.SILU, gate_max=2.5),
     ActivationSpec(kind=ActivationKind.GELU_TANH, gate_min=-1.5, gate_max=1.5),
     ActivationSpec(kind=ActivationKind.SILU, up_min=-1.25, up_max=1.25),
@@ -71,7 +73,9 @@ def test_activation_is_found(activation: ActivationSpec, layout: GateLayout) -> 
 
 
 @pytest.mark.parametrize("position", list(WeightPosition))
-@pytest.mark.parametrize("biases", [(False, False), (True, False), (False, True), (True, True)], ids=str)
+@pytest.mark.parametrize(
+    "biases", [(False, False), (True, False), (False, True), (True, True)], ids=str
+)
 def test_weight_position_and_biases_are_found(
     position: WeightPosition, biases: tuple[bool, bool]
 ) -> None:
@@ -99,7 +103,10 @@ def test_random_specs_are_found() -> None:
             activation=choose.choice(ACTIVATIONS[:6]),
             weight_position=choose.choice([WeightPosition.OUTPUT, WeightPosition.INPUT]),
         )
-        if spec.activation.kind is ActivationKind.RELU and spec.weight_position is WeightPosition.INPUT:
+        if (
+            spec.activation.kind is ActivationKind.RELU
+            and spec.weight_position is WeightPosition.INPUT
+        ):
             continue  # softmax weights are positive, so that relu commutes with them where there is no bias
         assert found(spec, seed) == spec, seed
 
@@ -125,7 +132,9 @@ def test_every_layout_is_told_apart_in_one_graph() -> None:
     class Stack(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.blocks = torch.nn.ModuleList(graphs.SpelledExperts(s, seed=i) for i, s in enumerate(specs))
+            self.blocks = torch.nn.ModuleList(
+                graphs.SpelledExperts(s, seed=i) for i, s in enumerate(specs)
+            )
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             for block in self.blocks:

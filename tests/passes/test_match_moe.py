@@ -149,7 +149,10 @@ def test_computed_weights_are_taken_as_they_are() -> None:
     class Adapted(Small):
         def __init__(self) -> None:
             super().__init__()
-            self.a, self.b = nn.Parameter(torch.randn(6, 10, 3)), nn.Parameter(torch.randn(6, 3, 12))
+            self.a, self.b = (
+                nn.Parameter(torch.randn(6, 10, 3)),
+                nn.Parameter(torch.randn(6, 3, 12)),
+            )
 
         def experts(self, x, weights, ids):
             w1 = self.w1 + self.a @ self.b
@@ -167,12 +170,24 @@ def test_computed_weights_are_taken_as_they_are() -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "hidden", "inter"),
-    [(128, 128, 96), (256, 96, 128), (131, 130, 70), (96, 192, 96), (70, 67, 71), (1, 128, 96), (2048, 256, 128)],
+    [
+        (128, 128, 96),
+        (256, 96, 128),
+        (131, 130, 70),
+        (96, 192, 96),
+        (70, 67, 71),
+        (1, 128, 96),
+        (2048, 256, 128),
+    ],
 )
 def test_static_sizes_that_coincide_or_divide_nothing(tokens: int, hidden: int, inter: int) -> None:
     (block,) = graphs.match(Small(hidden, 8, inter), torch.randn(tokens, hidden)).matches
     region = block.region
-    assert (region.num_tokens, region.experts.hidden, region.experts.intermediate) == (tokens, hidden, inter)
+    assert (region.num_tokens, region.experts.hidden, region.experts.intermediate) == (
+        tokens,
+        hidden,
+        inter,
+    )
     assert region.proof.peak_bytes < 64 << 20
 
 

@@ -37,7 +37,9 @@ def test_style_computes_the_same(name: str, absorb: bool) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["loop_where", "loop_plus_equals", "loop_stacked", "dense_unrolled"])
+@pytest.mark.parametrize(
+    "name", ["loop_where", "loop_plus_equals", "loop_stacked", "dense_unrolled"]
+)
 def test_nothing_of_a_loop_is_left(name: str) -> None:
     with torch.no_grad():
         _, gm, _ = graphs.replaced(styles.build(name), styles.rows())
