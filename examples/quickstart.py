@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import inspect
 import logging
 import os
 import statistics
@@ -17,6 +18,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -38,7 +40,7 @@ class Runner:
     """One way to run the model.
 
     Attributes:
-        model: the module to call.
+        call: the model, compiled or not.
         prefill_s: seconds of each measured prefill.
         decode_s: seconds of each measured decode step.
         tokens: the tokens that it generated [BATCH, STEPS].
@@ -46,7 +48,7 @@ class Runner:
         compile_s: seconds of the first prefill and the first decode step.
     """
 
-    model: Callable[..., object]
+    call: Callable[..., Any]
     prefill_s: list[float] = dataclasses.field(default_factory=list)
     decode_s: list[float] = dataclasses.field(default_factory=list)
     tokens: Tensor | None = None
@@ -92,31 +94,35 @@ def build_model(dtype: torch.dtype) -> nn.Module:
     return Qwen3MoeForCausalLM(config).to(dtype).eval()
 
 
-def generate(runner: Runner, config: object, prompt: Tensor) -> tuple[float, list[float]]:
+def generate(runner: Runner, model: nn.Module, prompt: Tensor) -> tuple[float, list[float]]:
     """Run the prompt, then STEPS greedy tokens; seconds of the prefill and of each step."""
     from transformers import StaticCache
 
-    cache = StaticCache(config=config, max_cache_len=PROMPT + STEPS + 1)
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    keywords = {
+        name: StaticCache(config=model.config, max_cache_len=PROMPT + STEPS + 1),
+        "use_cache": True,
+    }
     start = time.perf_counter()
-    logits = runner.model(prompt, past_key_values=cache, use_cache=True).logits
+    logits = runner.call(prompt, **keywords).logits
     prefill_s = time.perf_counter() - start
     token, tokens, steps_s = logits[:, -1:].argmax(-1), [], []
     for _ in range(STEPS):
         tokens.append(token)
         start = time.perf_counter()
-        step = runner.model(token, past_key_values=cache, use_cache=True).logits
+        step = runner.call(token, **keywords).logits
         token = step.argmax(-1)
         steps_s.append(time.perf_counter() - start)
     runner.logits, runner.tokens = logits, torch.cat(tokens, 1)
     return prefill_s, steps_s
 
 
-def measure(runners: dict[str, Runner], config: object, prompt: Tensor, rounds: int) -> None:
+def measure(runners: dict[str, Runner], model: nn.Module, prompt: Tensor, rounds: int) -> None:
     """The runners take turns, so that a busy moment of the machine hits all of them."""
     for number in range(rounds):
         with progress(f"measuring, round {number + 1} of {rounds}"):
             for runner in runners.values():
-                prefill_s, steps_s = generate(runner, config, prompt)
+                prefill_s, steps_s = generate(runner, model, prompt)
                 runner.prefill_s.append(prefill_s)
                 runner.decode_s += steps_s
 
@@ -214,9 +220,9 @@ def main() -> int:
             runners[name] = Runner(compiled)
             with progress(f"first calls with {TITLES[name]}"):
                 start = time.perf_counter()
-                generate(runners[name], model.config, prompt)
+                generate(runners[name], model, prompt)
                 runners[name].compile_s = time.perf_counter() - start
-        measure(runners, model.config, prompt, arguments.rounds)
+        measure(runners, model, prompt, arguments.rounds)
     console.print(found_table())
     equal = compare(runners["moeflex"], runners["eager"])
     console.print(speed_table(runners))
