@@ -49,7 +49,10 @@ def compile_graph(
             )
         except Exception as error:
             if _is_missing_compiler(error):
-                raise ToolchainError(f"Inductor: {error}") from error
+                raise ToolchainError(
+                    f"Inductor needs a C++ compiler and found none ({error}). Install one "
+                    "(Debian/Ubuntu: apt-get install g++), or set CXX to one."
+                ) from error
             raise
     return compiled
 

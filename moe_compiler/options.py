@@ -115,9 +115,9 @@ def _stages(given: Any, default: tuple[str, ...], stages: Sequence[str]) -> tupl
     if not isinstance(names, (tuple, list)) or not all(isinstance(n, str) for n in names):
         raise OptionError(f"{source} takes a tuple of names of stages; got {names!r}")
     if "all" in names:
-        names = [
-            name for name in stages if name != "inductor" and (given is None or name != "capture")
-        ]
+        # Ours; an option comes too late for the capture, and Inductor goes only when it is named.
+        late = {"inductor"} if given is None else {"inductor", "capture"}
+        names = [name for name in stages if name not in late or name in names]
     if given is not None and "capture" in names:
         raise OptionError(
             "the stage 'capture' acts before options are known; set MOEFLEX_DISABLE=capture"

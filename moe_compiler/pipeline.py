@@ -341,7 +341,7 @@ def _copy_graph(graph: fx.Graph) -> fx.Graph:
     # Dynamo hangs the source of an input on its node, and AOT autograd asks for it.
     for node, twin in twins.items():
         if hasattr(node, "_dynamo_source"):
-            twin._dynamo_source = node._dynamo_source  # type: ignore[attr-defined]
+            twin._dynamo_source = node._dynamo_source
     return copied
 
 

@@ -97,8 +97,8 @@ def place(match: Any, options: Options, *, device_type: str = "") -> Placement:
     Args:
         match: the match.
         options: of this compilation.
-        device_type: the device to choose for, "" for that of the match's tensors; `inspect` traces models on the meta
-            device and asks for another.
+        device_type: the device to choose for, "" for that of the match's tensors; `inspect` traces
+            models on the meta device and asks for another.
     """
     reason = _unplaceable(match, options, device_type)
     if reason:
@@ -170,9 +170,8 @@ def warn_no_compiler(reason: str) -> None:
     global _warned
     if not _warned:
         log.warning(
-            "no usable C++ compiler: on the CPU, MoE blocks and what Inductor would generate run "
-            "in plain torch, several times slower. Install one (Debian/Ubuntu: apt-get install "
-            "g++), or set CXX to one. (%s)",
+            "without a C++ compiler, MoE blocks on the CPU and what Inductor would generate run in "
+            "plain torch, several times slower. %s",
             reason,
         )
     _warned = True

@@ -82,6 +82,7 @@ def test_an_option_wins_over_its_switch():
 
 def test_disabled_stages():
     assert resolve({"disable": ["replace", "match"]}).disable == ("match", "replace")
+    assert resolve({"disable": "all, inductor"}).disable == pipeline.STAGES[1:]
     assert resolve({"disable": "all"}).disable == ("match", "plan", "build", "replace")
     everything = resolve(environ={"MOEFLEX_DISABLE": "all"}).disable
     assert everything == tuple(name for name in pipeline.STAGES if name != "inductor")
