@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.fx.experimental.symbolic_shapes
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.node import map_aggregate, map_arg
@@ -136,6 +137,13 @@ def _describe(node: fx.Node) -> str:
     return f"'{node.name}' {tuple(found.shape)}" if found is not None else f"'{node.name}'"
 
 
+def _is_known_size(node: fx.Node) -> bool:
+    """Whether a node reads a size off a tensor (as ATen graphs do, from any tensor) that is known before the run."""
+    found = value(node)
+    sized = isinstance(found, torch.SymInt) and op_name(node) in ("sym_size", "sym_numel")
+    return sized and not torch.fx.experimental.symbolic_shapes.free_unbacked_symbols(found)
+
+
 def _leaf_kind(flow: DataFlow, node: fx.Node) -> str:
     if node in flow.parameters:
         return "weight"
@@ -149,6 +157,8 @@ def _leaf_kind(flow: DataFlow, node: fx.Node) -> str:
     scalar = isinstance(value(node), (torch.SymInt, torch.SymFloat, int, float, bool))
     if scalar and flow.constant[node] and not any(tensor(a) is not None for a in flow.inputs[node]):
         return "body"
+    if _is_known_size(node):
+        return "scalar"
     if (
         flow.constant[node]
         and is_float(node)
