@@ -114,14 +114,17 @@ _ROUTING_OPS = ("topk", "one_hot", "bincount", "argmax")
 def fragment_reason(gm: fx.GraphModule) -> NoMatch | None:
     """Why the MoE block that begins in `gm` does not end in it, or None.
 
-    Dynamo notes on a graph why it ended; a graph that ends in a break and holds a routing operation
-    is taken for the first fragment of a block.
+    A graph that hands the choice of experts on (an integer or boolean made by a routing operation
+    is one of its results), and that a graph break cuts off from the rest of its function or of the
+    function that called it, is taken for the first fragment of a block. Call it while dynamo hands
+    `gm` to the backend; for a graph of `capture_graphs` it may be called at any time.
     """
-    ended = getattr(gm, "compile_subgraph_reason", None)
-    if ended is None or not getattr(ended, "graph_break", False):
-        return None
-    node = next((n for n in gm.graph.nodes if _op_name(n) in _ROUTING_OPS), None)
-    if node is None:
+    if "capture_fragment" in gm.meta:
+        kept: NoMatch | None = gm.meta["capture_fragment"]
+        return kept
+    node = _escaping_choice(gm)
+    ended = None if node is None else trace_hooks.break_inside(gm)
+    if node is None or ended is None:
         return None
     name, module_class = _module_of(node)
     stack = list(getattr(ended, "user_stack", ()))
@@ -135,6 +138,27 @@ def fragment_reason(gm: fx.GraphModule) -> NoMatch | None:
         reason=f"graph break inside an MoE block: {first}{where}",
         detail=text,
     )
+
+
+def _escaping_choice(gm: fx.GraphModule) -> fx.Node | None:
+    """The first routing operation whose integer or boolean results leave the graph."""
+    results = {n for n in gm.graph.find_nodes(op="output")[0].all_input_nodes if _is_choice(n)}
+    for routing in gm.graph.nodes:
+        if _op_name(routing) not in _ROUTING_OPS:
+            continue
+        seen, todo = {routing}, [routing]
+        while todo:
+            node = todo.pop()
+            if node in results:
+                return routing
+            todo += [user for user in node.users if user not in seen]
+            seen.update(node.users)
+    return None
+
+
+def _is_choice(node: fx.Node) -> bool:
+    value = node.meta.get("example_value")
+    return isinstance(value, torch.Tensor) and not value.dtype.is_floating_point
 
 
 def _op_name(node: fx.Node) -> str:
@@ -184,6 +208,7 @@ def capture_graphs(
 
     def record(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         gm.meta["capture_ways"] = taken_ways(gm)
+        gm.meta["capture_fragment"] = fragment_reason(gm)
         graphs.append((gm, list(example_inputs)))
         return gm.forward
 
@@ -200,9 +225,14 @@ def capture_export(
     kwargs: Mapping[str, Any] | None = None,
     dynamic_shapes: Any = None,
 ) -> torch.export.ExportedProgram:
-    """The ATen-level program of `module`, functional, without Inductor's decompositions."""
-    with torch.no_grad(), replaced_expert_loops():
+    """The ATen-level program of `module`, functional, without Inductor's decompositions.
+
+    Its attribute `capture_ways` says how transformers' expert loops were captured, as `taken_ways`.
+    """
+    with torch.no_grad(), replaced_expert_loops() as ways:
         program = torch.export.export(
             module, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes
         )
-        return program.run_decompositions({})
+        program = program.run_decompositions({})
+    program.capture_ways = tuple(ways)  # type: ignore[attr-defined]
+    return program

@@ -65,6 +65,32 @@ def flag_is_ours() -> bool:
     return _thread.flag_patch is not None
 
 
+def break_inside(gm: Any) -> Any:
+    """The graph break that cuts the function in which `gm` was traced, or None.
+
+    Either `gm` itself ended in it, or a function that is now calling did: dynamo runs such a
+    function eagerly and compiles what it calls. An object with `reason` (text) and `user_stack`
+    (innermost frame last).
+    """
+    ended = getattr(gm, "compile_subgraph_reason", None)
+    if getattr(ended, "graph_break", False):
+        inside = {_place(ended)}
+    else:
+        ended, inside, frame = None, set(), sys._getframe(1)
+        while frame is not None:
+            inside.add((frame.f_code.co_filename, frame.f_code.co_name))
+            frame = frame.f_back  # type: ignore[assignment]
+    known = getattr(sys.modules.get("torch._dynamo.output_graph"), "graph_break_reasons", ())
+    # dynamo notes the cause first and "step_unsupported" when it gives the frame up
+    same = [note for note in known if _place(note) in inside and note.reason != "step_unsupported"]
+    return same[0] if same else ended
+
+
+def _place(note: Any) -> tuple[str, str]:
+    stack = list(getattr(note, "user_stack", ()))
+    return (stack[-1].filename, stack[-1].name) if stack else ("", "")
+
+
 def watch_compilations(before: Callable[[], Any]) -> None:
     """Call `before` when dynamo starts to compile a frame; switch `FLAG` on for marked backends.
 

@@ -121,6 +121,8 @@ FAMILIES: dict[str, Family] = {
         _MLA,
         {
             "q_lora_rank": None,
+            # with K <= topk_group the group limit would change nothing
+            "num_experts_per_tok": 3,
             "n_group": 4,
             "topk_group": 2,
             "topk_method": "group_limited_greedy",
@@ -361,8 +363,8 @@ def decode(
     return (ids[:, length:],), {"use_cache": True, name: store}
 
 
-def inputs(model: nn.Module, phase: str) -> tuple[tuple, dict[str, Any]]:
-    """Arguments of a phase of `PHASES`."""
+def inputs(model: nn.Module, phase: str, length: int = 17) -> tuple[tuple, dict[str, Any]]:
+    """Arguments of a phase of `PHASES`; `length` is that of a prefill."""
     if phase == "prefill":
-        return prefill()
+        return prefill(length=length)
     return decode(model, "static" if phase == "decode_static_cache" else "dynamic")
