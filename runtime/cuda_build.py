@@ -7,9 +7,10 @@ found, when a k loop holds a gpu-wide fence.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import importlib.util
-import io
 import logging
 import os
 import re
@@ -18,11 +19,12 @@ import struct
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 from moe_compiler.errors import BuildError, ToolchainError
+from moe_compiler.runtime import build as build_cache
 
 log = logging.getLogger(__name__)
 
@@ -50,10 +52,11 @@ class CudaBinary:
         entry: name of the kernel function.
         cubin: the ELF image.
         resources: of `entry`.
-        compiler: "nvrtc 13.0" or the path of nvcc.
+        compiler: which, and its version.
         log: what the compiler said.
-        seconds: wall time of the compilation.
-        disassembled: whether the k loops were looked at.
+        seconds: wall time of the compilation, or of the look into the cache.
+        cached: it was found in the build cache.
+        disassembled: whether the k loops were looked at now (they were, if at all, when it was built).
     """
 
     name: str
@@ -63,6 +66,7 @@ class CudaBinary:
     compiler: str
     log: str
     seconds: float
+    cached: bool
     disassembled: bool
 
 
@@ -110,10 +114,10 @@ def build(
     compiler: str = "",
     allow_stack: bool = False,
 ) -> CudaBinary:
-    """Compile one translation unit and check the result.
+    """Compile one translation unit, or find it in the build cache, and check the result.
 
     Args:
-        name: short name, for messages.
+        name: short name, for messages and the cache.
         source: CUDA C++; may include the headers under `templates`.
         entry: name of the kernel function.
         arch: target.
@@ -124,24 +128,17 @@ def build(
         ToolchainError: no compiler was found.
         BuildError: the compiler failed, or the result is refused.
     """
-    started = time.perf_counter()
-    if compiler == "nvrtc" or (not compiler and has_nvrtc()):
-        cubin, text, version = _compile_nvrtc(name, source, arch)
-    else:
-        cubin, text, version = _compile_nvcc(name, source, arch)
-    seconds = time.perf_counter() - started
-    if seconds > _SLOW_BUILD_S:
-        log.info("built %s in %.1f s with %s", name, seconds, version)
+    unit, version = _unit(name, source, arch, compiler)
+    report = build_cache.build(unit)
+    if report.seconds > _SLOW_BUILD_S:
+        log.info("built %s in %.1f s with %s", name, report.seconds, version)
+    artifact = Path(report.path)
+    cubin, text = artifact.read_bytes(), (artifact.parent / "log.txt").read_text()
     resources = read_resources(cubin, entry)
     _refuse(name, text, resources, allow_stack)
-    disassembler = find_disassembler()
+    disassembler = "" if report.cached else find_disassembler() or ""
     if disassembler:
-        fences = find_loop_fences(disassemble(cubin, disassembler))
-        if fences:
-            raise BuildError(
-                f"{name}: a k loop holds gpu-wide fences ({'; '.join(fences[:3])}); every wait and arrive inside the "
-                "loop must be of CTA scope"
-            )
+        _refuse_fences(name, cubin, disassembler)
     return CudaBinary(
         name=name,
         entry=entry,
@@ -149,16 +146,28 @@ def build(
         resources=resources,
         compiler=version,
         log=text,
-        seconds=seconds,
+        seconds=report.seconds,
+        cached=report.cached,
         disassembled=bool(disassembler),
     )
+
+
+def _refuse_fences(name: str, cubin: bytes, disassembler: str) -> None:
+    fences = find_loop_fences(disassemble(cubin, disassembler))
+    if fences:
+        raise BuildError(
+            f"{name}: a k loop holds gpu-wide fences ({'; '.join(fences[:3])}); every wait and arrive "
+            "inside the loop must be of CTA scope"
+        )
 
 
 def _refuse(name: str, text: str, resources: KernelResources, allow_stack: bool) -> None:
     for code in REFUSED_WARNINGS:
         if code in text:
             line = next(line for line in text.splitlines() if code in line)
-            raise BuildError(f"{name}: ptxas reported {code}, which costs most of the speed: {line.strip()}")
+            raise BuildError(
+                f"{name}: ptxas reported {code}, which costs most of the speed: {line.strip()}"
+            )
     if resources.stack_bytes and not allow_stack:
         raise BuildError(
             f"{name}: the kernel uses {resources.stack_bytes} bytes of stack a thread (spills or an indexed array); "
@@ -166,48 +175,53 @@ def _refuse(name: str, text: str, resources: KernelResources, allow_stack: bool)
         )
 
 
-def _compile_nvcc(name: str, source: str, arch: str) -> tuple[bytes, str, str]:
+def _unit(name: str, source: str, arch: str, compiler: str) -> tuple[build_cache.Unit, str]:
+    """What is to be built, and with which compiler."""
     nvcc = find_nvcc()
-    if nvcc is None:
-        raise ToolchainError(
-            "building a CUDA kernel needs NVRTC (the package cuda-core, which CUDA builds of torch bring) or nvcc on "
-            "the PATH or under $CUDA_HOME; neither was found"
-        )
-    number = arch.removeprefix("sm_")
-    with tempfile.TemporaryDirectory(prefix="moeflex-") as folder:
-        path = Path(folder) / "kernel.cu"
-        path.write_text(source)
+    if compiler == "nvrtc" or (not compiler and has_nvrtc()):
+        version = f"nvrtc {_nvrtc_version()}"
+        script = str(Path(__file__).with_name("cuda_nvrtc.py"))
+        command = [sys.executable, script, "{source}", "{artifact}", arch, str(TEMPLATES)]
+    elif nvcc is not None:
+        version = _nvcc_version(nvcc)
+        number = arch.removeprefix("sm_")
         command = [nvcc, "-std=c++17", "-O3", "-cubin", "-Xptxas", "-v", f"-I{TEMPLATES}"]
-        command += [f"-gencode=arch=compute_{number},code=sm_{number}", str(path), "-o", f"{folder}/kernel.cubin"]
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
-        text = result.stdout + result.stderr
-        if result.returncode:
-            raise BuildError(f"{name}: {nvcc} failed ({result.returncode}):\n{text[-4000:]}")
-        return (Path(folder) / "kernel.cubin").read_bytes(), text, nvcc
-
-
-def _compile_nvrtc(name: str, source: str, arch: str) -> tuple[bytes, str, str]:
-    try:
-        from cuda.core import Program, ProgramOptions
-    except ImportError:
-        try:
-            from cuda.core.experimental import Program, ProgramOptions
-        except ImportError as error:
-            raise ToolchainError(f"cuda.core was found but does not import ({error}); install it or nvcc") from error
-    options = ProgramOptions(
-        name=f"{name}.cu",
-        arch=arch,
-        std="c++17",
-        include_path=[str(TEMPLATES)],
-        ptxas_options=["-v", "-O3"],
+        command += [
+            f"-gencode=arch=compute_{number},code=sm_{number}",
+            "{source}",
+            "-o",
+            "{artifact}",
+        ]
+    else:
+        raise ToolchainError(
+            "building a CUDA kernel needs NVRTC (the package cuda-core, which CUDA builds of torch "
+            "bring) or nvcc on the PATH or under $CUDA_HOME; neither was found"
+        )
+    headers = sorted([*TEMPLATES.glob("cuda/*.cuh"), TEMPLATES / "scheduler.h"])
+    inputs = {path.name: path.read_text() for path in headers}
+    unit = build_cache.Unit(
+        name=name,
+        source=source,
+        source_name="kernel.cu",
+        artifact_name="kernel.cubin",
+        command=tuple(command),
+        inputs={**inputs, "compiler": version},
     )
-    text = io.StringIO()
-    try:
-        program = Program(source, "c++", options)
-        code = program.compile("cubin", logs=text).code
-    except Exception as error:
-        raise BuildError(f"{name}: NVRTC failed: {error}\n{text.getvalue()[-4000:]}") from error
-    return bytes(code), text.getvalue(), "nvrtc"
+    return unit, version
+
+
+@functools.lru_cache(maxsize=4)
+def _nvcc_version(nvcc: str) -> str:
+    done = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False)
+    return f"{nvcc} {done.stdout.strip().splitlines()[-1] if done.stdout else 'unknown'}"
+
+
+def _nvrtc_version() -> str:
+    found = {}
+    for package in ("cuda-core", "nvidia-cuda-nvrtc", "cuda-bindings"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return " ".join(f"{package}-{version}" for package, version in found.items())
 
 
 # ---- what the cubin says of itself -----------------------------------------------------------------------------------
@@ -249,7 +263,9 @@ def read_resources(cubin: bytes, entry: str) -> KernelResources:
     """
     sections = _sections(cubin)
     if f".text.{entry}" not in sections:
-        raise BuildError(f"the cubin has no kernel {entry}; it has {sorted(n for n in sections if '.text.' in n)}")
+        raise BuildError(
+            f"the cubin has no kernel {entry}; it has {sorted(n for n in sections if '.text.' in n)}"
+        )
     offset, size = sections[".nv.info"]
     registers = stack = 0
     for attribute, payload in _attributes(cubin[offset : offset + size]):
@@ -268,7 +284,9 @@ def disassemble(cubin: bytes, disassembler: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        result = subprocess.run([disassembler, "-hex", file.name], capture_output=True, text=True, check=False)
+        result = subprocess.run(
+            [disassembler, "-hex", file.name], capture_output=True, text=True, check=False
+        )
     if result.returncode:
         raise BuildError(f"{disassembler} failed: {result.stderr[-1000:]}")
     return result.stdout
@@ -285,7 +303,9 @@ def find_loop_fences(sass: str) -> list[str]:
     code, labels = _parse(sass)
     loops = _natural_loops(code, labels)
     working = [
-        body for body in loops.values() if any("HGMMA" in code[i] or "UTMALDG" in code[i] for i in body)
+        body
+        for body in loops.values()
+        if any("HGMMA" in code[i] or "UTMALDG" in code[i] for i in body)
     ]
     inner = [body for body in working if not any(other < body for other in working)]
     return [code[i] for body in inner for i in sorted(body) if _GPU_FENCE.search(code[i])]

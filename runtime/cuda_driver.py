@@ -30,7 +30,9 @@ def driver() -> ctypes.CDLL:
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:
-        raise DriverError(f"a CUDA launch needs the NVIDIA driver (libcuda.so.1); {error}") from error
+        raise DriverError(
+            f"a CUDA launch needs the NVIDIA driver (libcuda.so.1); {error}"
+        ) from error
 
 
 def check(code: int, what: str) -> None:
@@ -68,7 +70,12 @@ class TensorMap:
     """
 
     def __init__(
-        self, address: int, dtype: str, dims: Sequence[int], strides_bytes: Sequence[int], box: Sequence[int]
+        self,
+        address: int,
+        dtype: str,
+        dims: Sequence[int],
+        strides_bytes: Sequence[int],
+        box: Sequence[int],
     ) -> None:
         """Encode; raises DriverError when the driver refuses the layout."""
         rank = len(dims)
@@ -88,7 +95,10 @@ class TensorMap:
             _L2_128B,
             0,
         )
-        check(code, f"encoding a tensor map: dims {tuple(dims)}, strides {tuple(strides_bytes)}, box {tuple(box)}")
+        check(
+            code,
+            f"encoding a tensor map: dims {tuple(dims)}, strides {tuple(strides_bytes)}, box {tuple(box)}",
+        )
 
 
 class Kernel:
@@ -99,26 +109,37 @@ class Kernel:
         self._module = ctypes.c_void_p()
         check(driver().cuModuleLoadData(ctypes.byref(self._module), cubin), "loading a cubin")
         self._function = ctypes.c_void_p()
-        code = driver().cuModuleGetFunction(ctypes.byref(self._function), self._module, entry.encode())
+        code = driver().cuModuleGetFunction(
+            ctypes.byref(self._function), self._module, entry.encode()
+        )
         check(code, f"finding kernel {entry}")
         self.shared_bytes = self.read_ints("moeflex_shared_bytes", 1)[0]
-        code = driver().cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED_BYTES, self.shared_bytes)
+        code = driver().cuFuncSetAttribute(
+            self._function, _MAX_DYNAMIC_SHARED_BYTES, self.shared_bytes
+        )
         check(code, f"asking for {self.shared_bytes} bytes of shared memory")
 
     def read_ints(self, name: str, count: int) -> list[int]:
         """The first `count` ints of a global variable of the module (synchronises)."""
         address, size = ctypes.c_uint64(), ctypes.c_size_t()
-        code = driver().cuModuleGetGlobal_v2(ctypes.byref(address), ctypes.byref(size), self._module, name.encode())
+        code = driver().cuModuleGetGlobal_v2(
+            ctypes.byref(address), ctypes.byref(size), self._module, name.encode()
+        )
         check(code, f"finding global {name}")
         values = (ctypes.c_int * count)()
         check(driver().cuMemcpyDtoH_v2(values, address, 4 * count), f"reading global {name}")
         return list(values)
 
-    def launch(self, grid: int, num_threads: int, arguments: Any, stream: int, cooperative: bool) -> None:
+    def launch(
+        self, grid: int, num_threads: int, arguments: Any, stream: int, cooperative: bool
+    ) -> None:
         """Launch on `stream`; `arguments` is an array of pointers to the parameters."""
         attribute = _LaunchAttribute(id=_COOPERATIVE)
         attribute.value[0] = 1
         config = _LaunchConfig(grid, 1, 1, num_threads, 1, 1, self.shared_bytes, stream, None, 0)
         if cooperative:
             config.attributes, config.num_attributes = ctypes.addressof(attribute), 1
-        check(driver().cuLaunchKernelEx(ctypes.byref(config), self._function, arguments, None), "launching the layer")
+        check(
+            driver().cuLaunchKernelEx(ctypes.byref(config), self._function, arguments, None),
+            "launching the layer",
+        )

@@ -52,6 +52,8 @@ class KernelConfig(Protocol):
     @property
     def num_slabs(self) -> int: ...  # noqa: D102
     @property
+    def num_slices(self) -> int: ...  # noqa: D102
+    @property
     def max_routes(self) -> int: ...  # noqa: D102
     @property
     def max_tiles(self) -> int: ...  # noqa: D102
@@ -69,7 +71,6 @@ class LayerArgs(ctypes.Structure):
                 "num_experts",
                 "hidden",
                 "intermediate",
-                "chunk_row_tiles",
                 "up_first",
                 "bias13_expert_stride",
             )
@@ -129,19 +130,17 @@ def plan_workspace(config: KernelConfig, plan: MoEPlan, num_tokens: int) -> Work
     if config.kernel == "prefill":
         num_tiles = num_routes // config.block_m + min(experts.num_experts, num_routes)
         num_rows = num_tiles * config.block_m
-        control = 128 + experts.num_experts + 2 * num_tiles
+        control = 128 + experts.num_experts + (1 + config.num_slices) * num_tiles
         routes = num_routes + experts.num_experts + 1 + 2 * num_tiles + 2 * num_rows
-        y_bytes = num_rows * experts.hidden * 2
     else:
         num_rows = num_routes
-        control = 64 + config.max_tiles + num_tokens * -(-experts.hidden // config.block_m)
+        control = 96 + config.max_tiles
         routes = 0
-        y_bytes = num_rows * experts.hidden * 4
     return Workspace(
         control_bytes=4 * control,
         routes_bytes=4 * routes,
         h_bytes=num_rows * experts.intermediate * 2,
-        y_bytes=y_bytes,
+        y_bytes=num_rows * experts.hidden * 2,
         num_rows=num_rows,
     )
 
@@ -172,14 +171,22 @@ class Matrix:
         else:
             dims, stride, box = (self.rows, self.k), self.k_stride, (64, box_k)
         return TensorMap(
-            self.address, dtype, (*dims, self.num_experts), (2 * stride, 2 * self.expert_stride), (*box, 1)
+            self.address,
+            dtype,
+            (*dims, self.num_experts),
+            (2 * stride, 2 * self.expert_stride),
+            (*box, 1),
         )
 
 
-def _matrix(tensor: Tensor, orientation: Orientation, first_row: int, num_rows: int, row_step: int) -> Matrix:
+def _matrix(
+    tensor: Tensor, orientation: Orientation, first_row: int, num_rows: int, row_step: int
+) -> Matrix:
     """Rows first_row, first_row + row_step, ... of the stacked expert tensor `tensor`."""
     out_in = orientation is Orientation.OUT_IN
-    row_stride, k_stride = (tensor.stride(1), tensor.stride(2)) if out_in else (tensor.stride(2), tensor.stride(1))
+    row_stride, k_stride = (
+        (tensor.stride(1), tensor.stride(2)) if out_in else (tensor.stride(2), tensor.stride(1))
+    )
     return Matrix(
         address=tensor.data_ptr() + 2 * first_row * row_stride,
         rows=num_rows,
@@ -197,9 +204,13 @@ def split_gate_up(spec: ExpertSpec, tensors: Mapping[str, Tensor]) -> tuple[Matr
     if spec.gate_layout is GateLayout.NONE:
         return _matrix(tensors["w1"], orientation, 0, rows, 1), None
     if spec.gate_layout is GateLayout.SEPARATE:
-        return _matrix(tensors["w1"], orientation, 0, rows, 1), _matrix(tensors["w3"], orientation, 0, rows, 1)
+        return _matrix(tensors["w1"], orientation, 0, rows, 1), _matrix(
+            tensors["w3"], orientation, 0, rows, 1
+        )
     first, step = _halves(spec)
-    if step == 2 and orientation is Orientation.IN_OUT:  # neighbours along the contiguous axis: loaded as one matrix
+    if (
+        step == 2 and orientation is Orientation.IN_OUT
+    ):  # neighbours along the contiguous axis: loaded as one matrix
         return _matrix(tensors["w13"], orientation, 0, 2 * rows, 1), None
     pair = [_matrix(tensors["w13"], orientation, start, rows, step) for start in first]
     return pair[0], pair[1]
@@ -246,7 +257,12 @@ class CudaLayer:
     """
 
     def __init__(
-        self, kernel: Kernel, config: KernelConfig, plan: MoEPlan, experts: Sequence[Tensor], max_tokens: int
+        self,
+        kernel: Kernel,
+        config: KernelConfig,
+        plan: MoEPlan,
+        experts: Sequence[Tensor],
+        max_tokens: int,
     ) -> None:
         """Allocate the workspace and encode the tensor maps."""
         if config.max_routes and max_tokens * plan.router.top_k > config.max_routes:
@@ -258,22 +274,16 @@ class CudaLayer:
         device = experts[0].device
         self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self.workspace = plan_workspace(config, plan, max_tokens)
-        self._buffers = [torch.zeros(size, dtype=torch.uint8, device=device) for size in self.workspace.parts]
+        self._buffers = [
+            torch.zeros(size, dtype=torch.uint8, device=device) for size in self.workspace.parts
+        ]
         self._args = LayerArgs()
         spec = plan.experts
         self._args.top_k, self._args.num_experts = plan.router.top_k, spec.num_experts
         self._args.hidden, self._args.intermediate = spec.hidden, spec.intermediate
         for name, buffer in zip(("control", "routes", "h", "y"), self._buffers, strict=True):
             setattr(self._args, name, buffer.data_ptr())
-        self._args.chunk_row_tiles = self._chunk_row_tiles()
         self.bind(experts)
-
-    def _chunk_row_tiles(self) -> int:
-        """Row tiles of a chunk: about one wave of gate/up tiles; four where a row tile has many column tiles."""
-        width = 128 if self.plan.experts.gated else 256
-        columns = -(-self.plan.experts.intermediate // width)
-        waves = 4 if columns > 24 else 1
-        return max(1, -(-self.num_sms // columns) * waves)
 
     def bind(self, experts: Sequence[Tensor]) -> None:
         """Point the layer at expert tensors (again): tensor maps are encoded here and nowhere else.
@@ -284,7 +294,9 @@ class CudaLayer:
         spec, config = self.plan.experts, self.config
         roles = spec.tensor_roles
         if len(experts) != len(roles):
-            raise PlanError(f"the plan needs the expert tensors {roles}; got {len(experts)} tensors")
+            raise PlanError(
+                f"the plan needs the expert tensors {roles}; got {len(experts)} tensors"
+            )
         tensors = dict(zip(roles, experts, strict=True))
         for role, tensor in tensors.items():
             self._check_expert_tensor(role, tensor)
@@ -292,10 +304,18 @@ class CudaLayer:
         down = _matrix(tensors["w2"], spec.w2_orientation, 0, spec.hidden, 1)
         self._experts = tuple(experts)
         self._addresses = tuple(tensor.data_ptr() for tensor in experts)
-        up_first = spec.gate_layout is GateLayout.INTERLEAVED_UP_FIRST if up is None else up.address < gate.address
+        up_first = (
+            spec.gate_layout is GateLayout.INTERLEAVED_UP_FIRST
+            if up is None
+            else up.address < gate.address
+        )
         self._args.up_first = int(up_first)
         self._bind_biases(tensors)
-        maps = self._prefill_maps(gate, up, down) if config.kernel == "prefill" else self._decode_maps(gate, up, down)
+        maps = (
+            self._prefill_maps(gate, up, down)
+            if config.kernel == "prefill"
+            else self._decode_maps(gate, up, down)
+        )
         self._maps = maps
         pointers = [tensor_map.address for tensor_map in maps] + [ctypes.addressof(self._args)]
         self._arguments = (ctypes.c_void_p * len(pointers))(*pointers)
@@ -310,13 +330,19 @@ class CudaLayer:
             )
         if tensor.dim() == 2 and tensor.is_contiguous():
             return
-        if tensor.stride(-1) != 1 or tensor.dim() == 2 or any(stride % 8 for stride in tensor.stride()[:-1]):
+        if (
+            tensor.stride(-1) != 1
+            or tensor.dim() == 2
+            or any(stride % 8 for stride in tensor.stride()[:-1])
+        ):
             raise PlanError(
                 f"{role} must have a contiguous last axis and other strides that are multiples of 16 bytes (a bias: be "
                 f"contiguous); got strides {tensor.stride()}"
             )
         if tensor.data_ptr() % 16:
-            raise PlanError(f"{role} must start at a multiple of 16 bytes; make it contiguous or move it")
+            raise PlanError(
+                f"{role} must start at a multiple of 16 bytes; make it contiguous or move it"
+            )
 
     def _bind_biases(self, tensors: Mapping[str, Tensor]) -> None:
         spec, args = self.plan.experts, self._args
@@ -324,10 +350,15 @@ class CudaLayer:
         args.bias13_expert_stride = spec.intermediate
         if "b13" in tensors:
             (gate, up), _ = _halves(spec)
-            args.bias_gate, args.bias_up = (tensors["b13"].data_ptr() + 2 * first for first in (gate, up))
+            args.bias_gate, args.bias_up = (
+                tensors["b13"].data_ptr() + 2 * first for first in (gate, up)
+            )
             args.bias13_expert_stride = tensors["b13"].stride(0)
         elif "b1" in tensors:
-            args.bias_gate, args.bias13_expert_stride = tensors["b1"].data_ptr(), tensors["b1"].stride(0)
+            args.bias_gate, args.bias13_expert_stride = (
+                tensors["b1"].data_ptr(),
+                tensors["b1"].stride(0),
+            )
             args.bias_up = tensors["b3"].data_ptr() if "b3" in tensors else None
         if "b2" in tensors:
             args.bias_down = tensors["b2"].data_ptr()
@@ -359,7 +390,9 @@ class CudaLayer:
             first = [matrix.tensor_map(dtype, unit_rows, 128) for matrix in (gate, up or gate)]
         return [*first, down.tensor_map(dtype, unit_rows, 128)]
 
-    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor | None = None
+    ) -> Tensor:
         """The layer on the current stream.
 
         Args:
@@ -383,10 +416,19 @@ class CudaLayer:
             return out
         args = self._args
         args.num_tokens = x.shape[0]
-        args.x, args.ids, args.weights, args.out = x.data_ptr(), ids.data_ptr(), weights.data_ptr(), out.data_ptr()
+        args.x, args.ids, args.weights, args.out = (
+            x.data_ptr(),
+            ids.data_ptr(),
+            weights.data_ptr(),
+            out.data_ptr(),
+        )
         stream = torch.cuda.current_stream(x.device).cuda_stream
         self.kernel.launch(
-            self.num_sms, self.config.num_threads, self._arguments, stream, self.config.kernel == "prefill"
+            self.num_sms,
+            self.config.num_threads,
+            self._arguments,
+            stream,
+            self.config.kernel == "prefill",
         )
         return out
 
@@ -398,10 +440,16 @@ class CudaLayer:
             ("weights", weights, config.weight_dtype, (num_tokens, self.plan.router.top_k)),
         )
         for name, tensor, dtype, shape in wanted:
-            if tuple(tensor.shape) != shape or tensor.dtype is not _TORCH_DTYPES[dtype] or not tensor.is_contiguous():
+            if (
+                tuple(tensor.shape) != shape
+                or tensor.dtype is not _TORCH_DTYPES[dtype]
+                or not tensor.is_contiguous()
+            ):
                 raise PlanError(
                     f"{name} must be contiguous {list(shape)} {dtype}; got {list(tensor.shape)} {tensor.dtype}, "
                     f"strides {tensor.stride()}"
                 )
         if num_tokens > self.max_tokens:
-            raise PlanError(f"this layer was prepared for up to {self.max_tokens} tokens; got {num_tokens}")
+            raise PlanError(
+                f"this layer was prepared for up to {self.max_tokens} tokens; got {num_tokens}"
+            )

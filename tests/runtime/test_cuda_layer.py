@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 
 import pytest
 import torch
@@ -57,9 +58,7 @@ class Case:
     @property
     def plan(self) -> MoEPlan:
         return MoEPlan(
-            router=RouterSpec(
-                score=Score.EXTERNAL, top_k=self.top_k, num_experts=self.experts
-            ),
+            router=RouterSpec(score=Score.EXTERNAL, top_k=self.top_k, num_experts=self.experts),
             experts=ExpertSpec(
                 num_experts=self.experts,
                 hidden=self.hidden,
@@ -93,14 +92,31 @@ CASES = {
     "llama4": Case(
         16, 1, 640, 512, w13=KN, w2=KN, position=WeightPosition.INPUT, b13=True, weight_dtype="bf16"
     ),
-    "hidden-weight": Case(8, 3, 264, 136, b2=True, position=WeightPosition.HIDDEN, index_dtype="int32"),
+    "hidden-weight": Case(
+        8, 3, 264, 136, b2=True, position=WeightPosition.HIDDEN, index_dtype="int32"
+    ),
     "gelu": Case(16, 2, 256, 192, activation=ActivationSpec(kind=ActivationKind.GELU)),
     "gelu-tanh": Case(16, 2, 256, 192, activation=ActivationSpec(kind=ActivationKind.GELU_TANH)),
     "relu2-plain": Case(
-        16, 2, 256, 320, GateLayout.NONE, activation=ActivationSpec(kind=ActivationKind.RELU2), b13=True
+        16,
+        2,
+        256,
+        320,
+        GateLayout.NONE,
+        activation=ActivationSpec(kind=ActivationKind.RELU2),
+        b13=True,
     ),
     "gelu-plain-mn": Case(
-        16, 2, 256, 200, GateLayout.NONE, KN, KN, ActivationSpec(kind=ActivationKind.GELU), True, True
+        16,
+        2,
+        256,
+        200,
+        GateLayout.NONE,
+        KN,
+        KN,
+        ActivationSpec(kind=ActivationKind.GELU),
+        True,
+        True,
     ),
     "many-experts": Case(512, 10, 256, 64),
 }
@@ -110,7 +126,8 @@ CASES = {
 def load(config: CudaConfig) -> Kernel:
     torch.cuda.init()
     torch.zeros(1, device="cuda")
-    binary = build(config.name, render(config, read_template()), entry=config.entry)
+    source = render(config, read_template())
+    binary = build(config.name, source, entry=config.entry, allow_stack=config.watchdog)
     return Kernel(binary.cubin, config.entry)
 
 
@@ -171,7 +188,9 @@ def check(case: Case, num_tokens: int, routing: str, prefill: bool) -> None:
     assert torch.equal(outs[0], outs[2])
     eager = reference.moe_layer(plan, x, [ids, weights], experts)
     fp32_plan = dataclasses.replace(plan, out_dtype="fp32")
-    fp32 = reference.moe_layer(fp32_plan, x.float(), [ids, weights.float()], [t.float() for t in experts])
+    fp32 = reference.moe_layer(
+        fp32_plan, x.float(), [ids, weights.float()], [t.float() for t in experts]
+    )
     assert_close_to_fp32(outs[0].cpu(), eager.cpu(), fp32.cpu())
 
 
@@ -224,3 +243,26 @@ def test_sees_weights_written_in_place() -> None:
     before = layer(x, ids, weights)
     experts[-1].mul_(2)
     assert torch.equal(layer(x, ids, weights), 2 * before)
+
+
+@pytest.mark.parametrize("prefill", [False, True], ids=["decode", "prefill"])
+def test_watchdog_build_passes_random_routings(prefill: bool) -> None:
+    """No wait of any role lasts two seconds, whatever the routing; the counters end at zero."""
+    case = Case(32, 4, 256, 192)
+    plan = dataclasses.replace(case.plan, batch_invariant=prefill)
+    config = choose_config(plan, 300, "bf16", watchdog=True)
+    kernel = load(config)
+    experts = make_experts(plan, torch.bfloat16)
+    layer = CudaLayer(kernel, config, plan, experts, 300)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(int(os.environ.get("MOEFLEX_TEST_ROUTINGS", "200"))):
+        num_tokens = int(torch.randint(1, 301, (), generator=generator))
+        num_used = int(torch.randint(case.top_k, case.experts + 1, (), generator=generator))
+        ids = torch.rand(num_tokens, num_used, device="cuda").topk(case.top_k).indices
+        ids[torch.rand(ids.shape, device="cuda") < 0.05] = -1
+        x = torch.randn(num_tokens, case.hidden, device="cuda").bfloat16()
+        weights = torch.rand(num_tokens, case.top_k, device="cuda")
+        layer(x, ids, weights)
+    torch.cuda.synchronize()
+    assert kernel.read_ints("moeflex_watchdog", 4) == [0, 0, 0, 0]
+    assert not layer._buffers[0].any()
