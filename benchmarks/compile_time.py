@@ -11,22 +11,20 @@ backends take turns.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import results_io
+
 ROOT = Path(__file__).resolve().parents[1]
-RESULT = ROOT / "benchmarks" / "results" / "compile_time.cpu.json"
 MARK = "RESULT "
 BACKENDS = ("inductor", "moeflex")
 LAYERS, TOKENS = 4, 64
@@ -181,36 +179,6 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
     Console(width=None if sys.stdout.isatty() else 120).print(table)
 
 
-def machine() -> str:
-    """The processor's name and the number of cores in use."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"
-
-
-def write(rows: Sequence[dict[str, Any]]) -> None:
-    """Write the rows and what they were measured on."""
-    versions = {name: metadata.version(name) for name in ("torch", "transformers")}
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    result = {
-        "benchmark": "compile_time",
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "commit": commit.stdout.strip(),
-        "device": machine(),
-        "num_devices": 1,
-        "command": " ".join(["python", "benchmarks/compile_time.py", *sys.argv[1:]]),
-        "versions": {"python": platform.python_version(), **versions},
-        "rows": list(rows),
-    }
-    RESULT.parent.mkdir(parents=True, exist_ok=True)
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
-
-
 def main() -> int:
     """Measure, print, and write `benchmarks/results/compile_time.cpu.json`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -226,7 +194,7 @@ def main() -> int:
     print_table(rows)
     print(json.dumps(rows))
     if not arguments.no_write:
-        write(rows)
+        results_io.write("compile_time", "cpu", rows, num_cores=os.cpu_count())
     return 0
 
 
