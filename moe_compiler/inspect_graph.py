@@ -23,7 +23,7 @@ def block_graph(match: Match, flow: DataFlow) -> BlockGraph:
     symbols = _token_symbol(match.x)
     inside = [n for n in match.output.graph.nodes if n in match.nodes and _computes(n)]
     stages = _stages(match, inside, flow)
-    roles = _roles(match)
+    roles = _roles(match, flow)
     reads = dict.fromkeys(a for n in inside for a in flow.inputs[n] if a not in stages)
     kept = _middle_out(inside)
     nodes = tuple(
@@ -58,7 +58,7 @@ def _middle_out(nodes: list[fx.Node]) -> list[fx.Node]:
     return nodes[: MAX_GRAPH_NODES - tail] + nodes[-tail:]
 
 
-def _roles(match: Match) -> dict[fx.Node, str]:
+def _roles(match: Match, flow: DataFlow) -> dict[fx.Node, str]:
     experts = match.region.experts
     per_role = 1 if experts.stacked else experts.num_experts
     roles = {match.x: "x"}
@@ -67,7 +67,7 @@ def _roles(match: Match) -> dict[fx.Node, str]:
     if match.router_bias is not None:
         roles[match.router_bias] = "router bias"
     if match.logits is not None:
-        for node in match.logits.all_input_nodes:
+        for node in _closure([match.logits], set(match.logits.graph.nodes) - {match.x}, flow):
             if not _computes(node):
                 roles.setdefault(node, "router")
     return roles

@@ -236,7 +236,7 @@ def _find(graph: _Graph, progress: Callable[[str], None]) -> _Found:
     found = find_regions(graph.gm, graph.example_inputs, parameters=graph.parameters)
     position = {node.name: i for i, node in enumerate(graph.gm.graph.nodes)}
     refused = list(found.refused)
-    fragment = capture.fragment_reason(graph.gm)
+    fragment = graph.gm.meta.get("capture_fragment")
     if fragment is not None:
         refused.append(fragment)
     placed: list[tuple[int, Match | NoMatch]] = [(position[m.output.name], m) for m in found.matches]

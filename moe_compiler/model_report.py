@@ -331,7 +331,7 @@ class ModelReport:
 
     def count(self, status: Status) -> int:
         """How many blocks ended this way."""
-        return sum(block.status is status for block in self.blocks)
+        return sum(block.status == status for block in self.blocks)
 
     @property
     def expert_bytes(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import sys
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -138,7 +139,9 @@ def command(
         bandwidth_gbps=bandwidth,
         tflops=tflops,
     )
-    with progress_line(quiet=quiet) as progress:
+    with progress_line(quiet=quiet) as progress, warnings.catch_warnings():
+        # what torch and transformers say about their own future is not about the model
+        warnings.simplefilter("ignore")
         report = inspect_model(request, progress)
     to_stdout = "-" in (json_file, dot_file, html_file)
     if not quiet and not to_stdout:
