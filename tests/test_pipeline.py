@@ -314,7 +314,7 @@ def test_a_failed_build_under_strict_raises(block, failing_build):
 
 def test_a_bad_option_is_no_fault_of_ours(block, monkeypatch):
     def prepare(*_):
-        raise OptionError("MOEFLEX_CPU_ISA=amx cannot run here")
+        raise OptionError("MOEFLEX_CPU_ISA=avx512 cannot run here")
 
     monkeypatch.setattr(cpu_target, "prepare", prepare)
     gm, inputs = one_graph(block, styles.rows())
