@@ -16,7 +16,6 @@ Nothing here imports torch: `--help`, `--version` and shell completion answer at
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 
@@ -46,10 +45,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(error, EXIT_USAGE)
     except MoeflexError as error:
         return _fail(error, EXIT_INPUT)
-    except BrokenPipeError:
-        # the reader of a pipe has seen enough; nothing more may be flushed into it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_DONE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     return EXIT_DONE

@@ -122,7 +122,7 @@ def command(
     if [json_file, dot_file, html_file].count("-") > 1:
         raise OptionError("only one of --json, --dot and --html can go to standard output (-)")
 
-    from moe_compiler.cli.terminal import progress_line
+    from moe_compiler.cli.terminal import progress_line, reader_may_leave
     from moe_compiler.inspection import Request, inspect_model
     from moe_compiler.model_report import Status
 
@@ -144,11 +144,12 @@ def command(
         warnings.simplefilter("ignore")
         report = inspect_model(request, progress)
     to_stdout = "-" in (json_file, dot_file, html_file)
-    if not quiet and not to_stdout:
-        from moe_compiler.cli.report_table import print_report
+    with reader_may_leave():
+        if not quiet and not to_stdout:
+            from moe_compiler.cli.report_table import print_report
 
-        print_report(report, show_all=show_all)
-    _write_files(report, json_file, dot_file, html_file)
+            print_report(report, show_all=show_all)
+        _write_files(report, json_file, dot_file, html_file)
     unmatched = len(report.blocks) - report.count(Status.MATCHED)
     if strict and unmatched:
         print(f"moeflex: --strict: {unmatched} of {len(report.blocks)} blocks not matched", file=sys.stderr)

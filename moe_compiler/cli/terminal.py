@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
@@ -17,6 +19,17 @@ def output_console() -> Console:
     if not console.is_terminal:
         console = Console(highlight=False, no_color=True, width=PLAIN_WIDTH)
     return console
+
+
+@contextlib.contextmanager
+def reader_may_leave() -> Iterator[None]:
+    """End quietly when the reader of standard output has seen enough (`| head`)."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # what is still buffered would raise once more when the process ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextlib.contextmanager
