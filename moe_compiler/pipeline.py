@@ -45,6 +45,7 @@ STAGES: tuple[str, ...] = (
 # for it: routing selects (first row), and experts given their routes from outside contract, gather
 # or scatter (second row).
 _ROUTING = frozenset(("topk", "max", "argmax", "sort", "argsort", "kthvalue", "one_hot"))
+_SELECTION = frozenset(("topk", "argmax", "one_hot"))
 _EXPERTS = frozenset(
     (
         "grouped_mm",
@@ -170,7 +171,10 @@ class _Work:
                 log.info("left alone: %s: %s", fragment.name or fragment.node, fragment.reason)
 
     def match(self) -> None:
-        if self.skips("match") or not may_hold_moe(self.gm):
+        if self.skips("match"):
+            return
+        self.refused += _blocks_in_subgraphs(self.gm)
+        if not may_hold_moe(self.gm):
             return
         with self.stage("match"):
             from moe_compiler.passes.match_moe import find_regions
@@ -314,15 +318,33 @@ class _Work:
 
 
 def may_hold_moe(gm: fx.GraphModule) -> bool:
-    """A cheap look for anything that could route or be routed; True says nothing."""
-    for module in gm.modules():
-        if isinstance(module, fx.GraphModule):
-            for node in module.graph.nodes:
-                if node.op in ("call_function", "call_method"):
-                    name = node.target if isinstance(node.target, str) else _name(node.target)
-                    if name in _ROUTING or name in _EXPERTS or "moe" in name or "expert" in name:
-                        return True
-    return False
+    """A cheap look at a graph for anything that could route or be routed; True says nothing."""
+    return any(
+        name in _ROUTING or name in _EXPERTS or "grouped_mm" in name or "moe" in name
+        for name in _op_names(gm)
+    )
+
+
+def _blocks_in_subgraphs(gm: fx.GraphModule) -> Iterator[NoMatch]:
+    """Refusals for sub-graphs (of activation checkpointing, say) that select and contract."""
+    for name, module in gm.named_modules():
+        if module is gm or not isinstance(module, fx.GraphModule):
+            continue
+        found = set(_op_names(module))
+        if found & _SELECTION and found & (_EXPERTS | {"linear", "matmul", "mm"}):
+            yield NoMatch(
+                name="",
+                module_class="",
+                node=name,
+                reason="an MoE block may lie in a sub-graph (activation checkpointing, control "
+                "flow), where this version does not look",
+            )
+
+
+def _op_names(gm: fx.GraphModule) -> Iterator[str]:
+    for node in gm.graph.nodes:
+        if node.op in ("call_function", "call_method"):
+            yield node.target if isinstance(node.target, str) else _name(node.target)
 
 
 def _name(target: Any) -> str:

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 import moe_compiler
@@ -180,6 +181,20 @@ def test_strict_raises_the_fault_itself(block, monkeypatch):
     gm, inputs = one_graph(block, styles.rows())
     with pytest.raises(ZeroDivisionError):
         pipeline.run(gm, inputs, Options(strict=True, disable=NO_INDUCTOR))
+
+
+def test_a_block_under_activation_checkpointing_is_named(block):
+    class Checkpointed(nn.Module):
+        def forward(self, x):
+            return torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+
+    x = styles.rows(5, 64).requires_grad_()
+    compiled = torch.compile(
+        Checkpointed(), backend=moe_compiler.moeflex, options={"disable": NO_INDUCTOR}
+    )
+    torch.testing.assert_close(compiled(x), block(x), rtol=1e-4, atol=1e-5)
+    (refusal,) = moe_compiler.last_report().refused
+    assert "activation checkpointing" in refusal.reason
 
 
 def test_strict_names_every_refused_candidate():
