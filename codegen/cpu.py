@@ -49,6 +49,7 @@ class CpuConfig:
         gated: there is an up projection next to the gate.
         weight_position: where the combine weight enters.
         activation: the activation.
+        round_gemms: both GEMM results, and the activation, are rounded to the dtype of the weights.
     """
 
     isa: Isa
@@ -60,6 +61,7 @@ class CpuConfig:
     gated: bool
     weight_position: WeightPosition
     activation: ActivationSpec
+    round_gemms: bool = False
 
     @property
     def name(self) -> str:
@@ -138,6 +140,7 @@ def choose_config(
         gated=spec.gated,
         weight_position=spec.weight_position,
         activation=spec.activation,
+        round_gemms=plan.round_gemms,
     )
 
 
@@ -172,6 +175,7 @@ def render(config: CpuConfig, template: str) -> str:
         out_type=_TYPES[config.out_dtype],
         x_is_element=_bool(config.x_dtype == _ELEMENT[config.compute]),
         gated=_bool(config.gated),
+        round_gemms=_bool(config.round_gemms),
         position=config.weight_position.value,
         activation=act.kind.value,
         **{name: _number(getattr(act, name)) for name in limits},

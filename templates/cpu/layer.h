@@ -64,6 +64,20 @@ inline constexpr int step_of(float) { return kLanes; }
 inline constexpr int step_of(double) { return 1; }
 inline VecF read(const float* p) { return load(p); }
 inline double read(const double* p) { return *p; }
+
+// The nearest values of type T.
+template <class T>
+inline VecF rounded(VecF value) {
+  T nearest[kLanes];
+  store(nearest, value);
+  return load(nearest);
+}
+template <class T>
+inline double rounded(double value) {
+  T nearest;
+  convert(&value, &nearest, 1);
+  return to_float(nearest);
+}
 template <class T>
 inline void write(T* p, VecF v, long n) {
   if (n >= kLanes) store(p, v);
@@ -279,16 +293,25 @@ struct Layer {
       for (long j = 0; j < cols; j += kStep) {
         auto value = read(sums + j);
         if (layer.args.gate_bias) value = value + read(s.bias + j);
+        value = gemm_result<typename Config::W13>(value);
         if constexpr (Config::gated) {
           auto up = read(sums + kCols0 + j);
           if (layer.args.up_bias) up = up + read(s.bias + kCols0 + j);
+          up = gemm_result<typename Config::W13>(up);
           value = activate<Config>(value, up);
         } else {
           value = activate<Config>(value);
         }
         if (Config::position == WeightPosition::hidden) value = value * weight;
-        write(out + j, value, cols - j);
+        write(out + j, gemm_result<typename Config::W2>(value), cols - j);
       }
+    }
+
+    // Rounded to the dtype of the weights where the plan asks for it.
+    template <class T, class V>
+    static V gemm_result(V value) {
+      if constexpr (Config::round_gemms) return rounded<T>(value);
+      return value;
     }
 
     void gemm1(const Tile& t) {
@@ -312,7 +335,7 @@ struct Layer {
         for (long j = 0; j < cols; j += kStep) {
           auto value = read(sums + j);
           if (a.down_bias) value = value + read(s.bias + j);
-          write(out + j, value, cols - j);
+          write(out + j, gemm_result<T>(value), cols - j);
         }
       }
     }
