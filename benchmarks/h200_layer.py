@@ -1,11 +1,11 @@
-"""Time the MoE layer kernel on one H200 against its peers: CUDA-graph replays, interleaved, medians.
+"""Time the MoE layer kernel on one H200 against its peers: CUDA-graph replays, interleaved.
 
-    python -m benchmarks.h200_layer                      # every model; writes benchmarks/results/h200_layer.h200.json
+    python -m benchmarks.h200_layer      # every model; writes results/h200_layer.h200.json
     python -m benchmarks.h200_layer --models qwen3-30b --tokens 1,64 --no-write
 
-Each model runs in its own process with a time limit. Short runs: a pause before each timed stretch, so that the card is
-not at its power limit; clock and power are sampled inside the stretch and stand beside every row. The router is not
-included. Triton's sort is not timed, the torch chain's is.
+Each model runs in its own process with a time limit. Short runs: a pause before each timed stretch,
+so that the card is not at its power limit; clock and power are sampled inside the stretch and stand
+beside every row. The router is not included. Triton's sort is not timed, the torch chain's is.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import argparse
 import ast
 import csv
 import dataclasses
-import datetime
 import functools
 import json
 import random
@@ -24,13 +23,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from importlib import metadata
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks import h200_peers
+from benchmarks import h200_peers, results_io
 from moe_compiler.codegen.cuda import CudaConfig, choose_config, render
 from moe_compiler.ir import (
     ActivationKind,
@@ -45,7 +44,6 @@ from moe_compiler.runtime.cuda_build import build, read_template
 from moe_compiler.runtime.cuda_driver import Kernel
 from moe_compiler.runtime.cuda_launch import CudaLayer
 
-RESULT = Path(__file__).parent / "results" / "h200_layer.h200.json"
 FLOOR_BYTES_PER_US, FLOOR_FLOP_PER_US = 4.5e6, 790e6
 # All routings are measured at these; elsewhere the random one only.
 REPEATED_TOKENS = (64, 2048, 8192)
@@ -54,6 +52,8 @@ ROUTINGS = ("random", "balanced", "power_law_1.2")
 
 @dataclasses.dataclass(frozen=True)
 class Model:
+    """Shape of one layer, and where it is measured."""
+
     num_experts: int
     top_k: int
     hidden: int
@@ -64,13 +64,13 @@ class Model:
 
 MODELS = {
     "qwen3-30b": Model(128, 8, 2048, 768, public="qwen3-30b-a3b"),
-    "qwen3.5-35b": Model(256, 8, 2048, 512, public="qwen3.5-35b-a3b"),
-    "deepseek-v2-lite": Model(64, 6, 2048, 1408),
     "phi-3.5-moe": Model(16, 2, 4096, 6400),
-    "deepseek-v2": Model(160, 6, 5120, 1536),
-    "deepseek-v3": Model(256, 8, 7168, 2048),
+    "deepseek-v2-lite": Model(64, 6, 2048, 1408),
     "qwen3-235b": Model(128, 8, 4096, 1536, public="qwen3-235b-a22b"),
     "qwen3-235b-tp8": Model(128, 8, 4096, 192, (1, 16, 64, 256, 2048, 4096)),
+    "qwen3.5-35b": Model(256, 8, 2048, 512, public="qwen3.5-35b-a3b"),
+    "deepseek-v3": Model(256, 8, 7168, 2048),
+    "deepseek-v2": Model(160, 6, 5120, 1536),
 }
 
 
@@ -279,9 +279,9 @@ def run_model(
 ) -> None:
     """Measure one model in this process; one JSON line a row."""
     model = MODELS[name]
-    E, H, I = model.num_experts, model.hidden, model.intermediate
-    w13 = torch.empty(E, 2 * I, H, device="cuda", dtype=torch.bfloat16)
-    w2 = torch.empty(E, H, I, device="cuda", dtype=torch.bfloat16)
+    E, H = model.num_experts, model.hidden
+    w13 = torch.empty(E, 2 * model.intermediate, H, device="cuda", dtype=torch.bfloat16)
+    w2 = torch.empty(E, H, model.intermediate, device="cuda", dtype=torch.bfloat16)
     for tensor in (w13, w2):
         for expert in tensor:
             expert.normal_(std=tensor.shape[2] ** -0.5)
@@ -318,12 +318,14 @@ def stream(command: list[str], limit_s: int) -> Iterator[str]:
         yield f"{command[4]}: ended with {child.returncode} (limit {limit_s} s)"
 
 
-def versions() -> dict[str, str]:
+def driver_version() -> str:
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split("\n")[
-        0
-    ]
-    return {"torch": torch.__version__, "cuda": str(torch.version.cuda), "driver": driver}
+    done = subprocess.run(query, capture_output=True, text=True, check=False)
+    return done.stdout.split("\n")[0]
+
+
+def triton_version() -> str:
+    return metadata.version("triton")
 
 
 def print_row(row: dict[str, Any]) -> None:
@@ -346,7 +348,7 @@ def main() -> None:
     parser.add_argument("--no-write", action="store_true")
     parser.add_argument("--public", default="", help="CSV of published times")
     parser.add_argument("--limit", type=int, default=150, help="seconds a model may take")
-    parser.add_argument("--commit", default="unknown", help="commit, where git is not there to ask")
+    parser.add_argument("--commit", default="", help="commit, where git is not there to ask")
     parser.add_argument(
         "--variants", default="", help="other configs to time too: `stagger=True;num_stages=3`"
     )
@@ -381,19 +383,15 @@ def main() -> None:
                 row["public_us"] = public.get((MODELS[row["model"]].public, row["tokens"]))
             rows.append(row)
             print_row(row)
-    if options.no_write:
-        return
-    result = {
-        "benchmark": "h200_layer",
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "commit": options.commit,
-        "device": torch.cuda.get_device_name(),
-        "num_devices": 1,
-        "command": "python -m benchmarks.h200_layer",
-        "versions": versions(),
-        "rows": rows,
-    }
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+        if not options.no_write:  # after each model, so that a stopped run keeps what it has
+            results_io.write(
+                "h200_layer",
+                "h200",
+                rows,
+                device_name=torch.cuda.get_device_name(),
+                versions={"driver": driver_version(), "triton": triton_version()},
+                **({"commit": options.commit} if options.commit else {}),
+            )
 
 
 if __name__ == "__main__":

@@ -494,10 +494,12 @@ struct Decode {
         if (warp < 8) {
             math_role();
             combine();
-        } else if (warp > 8)
+        } else if (warp > 8) {
             token_role();
-        else if ((threadIdx.x & 31) == 0)
-            weight_role(gate, up, down);
+        } else {
+            if ((threadIdx.x & 31) == 0) weight_role(gate, up, down);
+            __syncwarp();  // the barriers below want whole warps
+        }
         restore_control();
     }
 };
