@@ -45,7 +45,9 @@ H200 = Machine(
     ),
 )
 
-MACHINES: dict[str, Machine] = {H200.name: H200}  # "cpu" is measured where it runs: runtime.machine_probe
+MACHINES: dict[str, Machine] = {
+    H200.name: H200
+}  # "cpu" is measured where it runs: runtime.machine_probe
 
 
 def distinct_experts(num_experts: int, top_k: int, tokens: int, *, routing: str) -> float:

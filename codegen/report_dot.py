@@ -14,7 +14,9 @@ def render_dot(report: ModelReport) -> str:
     writer = _Writer(report)
     lines = [
         "digraph model {",
-        '  graph [rankdir=TB, fontname="Helvetica", labelloc=t, compound=true, label=' + _quote(_title(report)) + "];",
+        '  graph [rankdir=TB, fontname="Helvetica", labelloc=t, compound=true, label='
+        + _quote(_title(report))
+        + "];",
         '  node [shape=box, style="rounded,filled", fillcolor="#f4f5f7", color="#8a93a3", fontname="Helvetica"];',
         '  edge [color="#8a93a3"];',
         *writer.outline(report.outline or _flat(report), indent="  "),
@@ -30,7 +32,13 @@ def _title(report: ModelReport) -> str:
 
 def _flat(report: ModelReport) -> tuple[OutlineNode, ...]:
     return tuple(
-        OutlineNode(label=block.name, module_class=block.module_class, num_parameters=0, num_bytes=0, blocks=(i,))
+        OutlineNode(
+            label=block.name,
+            module_class=block.module_class,
+            num_parameters=0,
+            num_bytes=0,
+            blocks=(i,),
+        )
         for i, block in enumerate(report.blocks)
     )
 

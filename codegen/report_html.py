@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+from moe_compiler.block_groups import group_blocks
+from moe_compiler.codec import encode
 from moe_compiler.codegen.floor import floor_points
 from moe_compiler.describe_block import (
     experts_text,
@@ -15,7 +17,7 @@ from moe_compiler.describe_block import (
     weight_text,
 )
 from moe_compiler.errors import OptionError
-from moe_compiler.model_report import BlockReport, ModelReport, encode, group_blocks
+from moe_compiler.model_report import BlockReport, ModelReport
 
 REPORT_MARK = "/*REPORT*/"
 TITLE_MARK = "<!--TITLE-->"
@@ -29,7 +31,9 @@ def render_html(report: ModelReport, template: str) -> str:
     """
     for mark in (REPORT_MARK, TITLE_MARK):
         if template.count(mark) != 1:
-            raise OptionError(f"the page template needs {mark} once; it has it {template.count(mark)} times")
+            raise OptionError(
+                f"the page template needs {mark} once; it has it {template.count(mark)} times"
+            )
     page = template.replace(TITLE_MARK, _escape(f"{report.model_class} - moeflex inspect"))
     return page.replace(REPORT_MARK, script_json(payload(report)))
 

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from moe_compiler.ir import GateLayout, MoERegion, Orientation, Proof, RouterSpec, Score, WeightPosition
+from moe_compiler.ir import (
+    GateLayout,
+    MoERegion,
+    Orientation,
+    Proof,
+    RouterSpec,
+    Score,
+    WeightPosition,
+)
 
 _GATES = {
     GateLayout.NONE: "not gated",
@@ -31,9 +39,7 @@ def experts_text(region: MoERegion) -> str:
     dtypes = region.weight_dtype
     if region.x_dtype != region.weight_dtype:
         dtypes += f" (x {region.x_dtype})"
-    return (
-        f"E{spec.num_experts} K{region.top_k} H{spec.hidden} I{spec.intermediate} {dtypes} {spec.activation.name}"
-    )
+    return f"E{spec.num_experts} K{region.top_k} H{spec.hidden} I{spec.intermediate} {dtypes} {spec.activation.name}"
 
 
 def layout_text(region: MoERegion) -> str:
@@ -43,8 +49,14 @@ def layout_text(region: MoERegion) -> str:
     if len(orientations) == 1:
         orientation = _orientation(orientations.pop())
     else:
-        orientation = f"{_orientation(spec.w13_orientation)}, down {_orientation(spec.w2_orientation)}"
-    parts = [_GATES[spec.gate_layout], orientation, "stacked" if spec.stacked else "one tensor per expert"]
+        orientation = (
+            f"{_orientation(spec.w13_orientation)}, down {_orientation(spec.w2_orientation)}"
+        )
+    parts = [
+        _GATES[spec.gate_layout],
+        orientation,
+        "stacked" if spec.stacked else "one tensor per expert",
+    ]
     biases = [name for name, has in (("up", spec.has_b13), ("down", spec.has_b2)) if has]
     if biases:
         parts.append(f"{' and '.join(biases)} bias")
@@ -85,12 +97,17 @@ def router_steps(router: RouterSpec) -> tuple[str, ...]:
     """The router, one sentence per step."""
     if router.score is Score.EXTERNAL:
         return ("ids and weights come from the graph as they stand",)
-    steps = [f"{router.score} of the logits" + (f" in {router.score_dtype}" if router.score_dtype else "")]
+    steps = [
+        f"{router.score} of the logits"
+        + (f" in {router.score_dtype}" if router.score_dtype else "")
+    ]
     if router.has_bias:
         steps.append("a bias [E] is added for the selection only")
     if router.num_groups > 1:
         how = "the sum of its two best" if router.group_score == "top2_sum" else "its best expert"
-        steps.append(f"the best {router.top_k_groups} of {router.num_groups} groups stay, each scored by {how}")
+        steps.append(
+            f"the best {router.top_k_groups} of {router.num_groups} groups stay, each scored by {how}"
+        )
     steps.append(f"the best {router.top_k} of {router.num_experts} experts")
     if router.normalize != "none":
         steps.append(f"selected scores normalised by {router.normalize.value.replace('_', ' ')}")

@@ -10,8 +10,9 @@ import torch
 from torch import fx
 
 from moe_compiler.model_report import BlockGraph, GraphNode, OutsideNode, Stage
-from moe_compiler.passes.dataflow import CONTRACTIONS, DataFlow, op_name, tensor
+from moe_compiler.passes.dataflow import DataFlow
 from moe_compiler.passes.match_moe import Match
+from moe_compiler.passes.dataflow import CONTRACTIONS, op_name, tensor
 from moe_compiler.reference import DTYPE_NAMES
 
 MAX_GRAPH_NODES = 150
@@ -116,7 +117,8 @@ def _token_symbol(x: fx.Node) -> str:
     found = tensor(x)
     if found is None:
         return ""
-    names = {str(size) for size in found.shape if isinstance(size, torch.SymInt)}
+    sizes: list[object] = list(found.shape)
+    names = {str(size) for size in sizes if isinstance(size, torch.SymInt)}
     return names.pop() if len(names) == 1 else ""
 
 
@@ -139,7 +141,8 @@ class GraphTable:
 
     def index_of(self, graph: BlockGraph) -> int:
         """The place of `graph`, which is added when it is new."""
-        numbers = {node.name: i for i, node in enumerate((*graph.outside, *graph.nodes))}
+        names = [node.name for node in graph.outside] + [node.name for node in graph.nodes]
+        numbers = {name: i for i, name in enumerate(names)}
         key = (
             tuple((node.role, node.shape) for node in graph.outside),
             tuple(

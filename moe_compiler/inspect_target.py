@@ -112,7 +112,9 @@ def _from_config(path: Path, options: TargetOptions) -> Target:
         ) from error
     if getattr(config, "quantization_config", None) is not None:
         method = fields.get("quantization_config", {}).get("quant_method", "quantized")
-        notes.append(f"the checkpoint stores {method} weights; inspected as if they were not quantized")
+        notes.append(
+            f"the checkpoint stores {method} weights; inspected as if they were not quantized"
+        )
         del config.quantization_config
     dtype = DTYPES[options.dtype] if options.dtype else _config_dtype(config)
     module = _build(transformers, config, dtype, options)
@@ -127,7 +129,9 @@ def _read_config(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise InspectError(f"{path} is not JSON: {error}") from error
     if not isinstance(fields, dict) or "model_type" not in fields:
-        raise InspectError(f"{path} has no `model_type`: it is not the config.json of a Hugging Face model")
+        raise InspectError(
+            f"{path} has no `model_type`: it is not the config.json of a Hugging Face model"
+        )
     return fields
 
 
@@ -146,7 +150,9 @@ def _build(transformers: Any, config: Any, dtype: torch.dtype, options: TargetOp
     for candidate in (config,) if text is config else (config, text):
         try:
             with torch.device("meta"), _default_dtype(dtype):
-                module = transformers.AutoModelForCausalLM.from_config(candidate, dtype=dtype, **more)
+                module = transformers.AutoModelForCausalLM.from_config(
+                    candidate, dtype=dtype, **more
+                )
         except Exception as error:
             failures.append(f"{type(candidate).__name__}: {_line(error)}")
         else:
@@ -178,7 +184,11 @@ def _hf_target(module: nn.Module, options: TargetOptions, notes: tuple[str, ...]
     shape = (1, options.num_tokens) if options.phase == "prefill" else (options.num_tokens, 1)
     device = next(module.parameters()).device
     ids = torch.zeros(shape, dtype=torch.int64, device=device)
-    what = "one sequence of T tokens" if options.phase == "prefill" else "T sequences of one token, no cache"
+    what = (
+        "one sequence of T tokens"
+        if options.phase == "prefill"
+        else "T sequences of one token, no cache"
+    )
     return Target(
         module=module,
         args=(ids,),
@@ -195,7 +205,9 @@ def _from_factory(text: str, options: TargetOptions) -> Target:
     found: Any = _import(module_name)
     for part in attribute.split("."):
         if not hasattr(found, part):
-            raise InspectError(f"{module_name} has no {part!r}; the target is MODULE:FACTORY, got {text!r}")
+            raise InspectError(
+                f"{module_name} has no {part!r}; the target is MODULE:FACTORY, got {text!r}"
+            )
         found = getattr(found, part)
     if not isinstance(found, nn.Module):
         found = _call(found, text, options)
@@ -231,7 +243,9 @@ def _import(name: str) -> ModuleType:
     except InspectError:
         raise
     except Exception as error:
-        raise InspectError(f"{name} cannot be imported: {type(error).__name__}: {_line(error)}") from error
+        raise InspectError(
+            f"{name} cannot be imported: {type(error).__name__}: {_line(error)}"
+        ) from error
 
 
 def _import_file(path: Path) -> ModuleType:
@@ -266,7 +280,11 @@ def _as_arguments(inputs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     if isinstance(inputs, Mapping):
         return (), inputs
     if isinstance(inputs, (tuple, list)):
-        if len(inputs) == 2 and isinstance(inputs[0], (tuple, list)) and isinstance(inputs[1], Mapping):
+        if (
+            len(inputs) == 2
+            and isinstance(inputs[0], (tuple, list))
+            and isinstance(inputs[1], Mapping)
+        ):
             return tuple(inputs[0]), inputs[1]
         return tuple(inputs), {}
     return (inputs,), {}

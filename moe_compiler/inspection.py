@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from moe_compiler import __version__, options, settings
 from moe_compiler.codegen import floor
-from moe_compiler.errors import InspectError, MoeflexError, OptionError
+from moe_compiler.errors import OptionError
+from moe_compiler.inspect_capture import Captured, CapturedGraph, capture_target
 from moe_compiler.inspect_graph import GraphTable, block_graph
 from moe_compiler.inspect_target import TRACE_TOKENS, Target, TargetOptions, load_target
 from moe_compiler.ir import NoMatch
@@ -28,7 +28,6 @@ from moe_compiler.passes.dataflow import DataFlow
 from moe_compiler.passes.match_moe import Match, find_regions
 from moe_compiler.placement import place
 from moe_compiler.reference import DTYPE_NAMES
-from moe_compiler.runtime import capture
 from moe_compiler.runtime.machine_probe import probe_cpu
 
 DEFAULT_TOKENS = (1, 16, 64, 256, 2048, 8192)
@@ -82,10 +81,14 @@ class Request:
                     f"--{name} takes one of {', '.join(choices)}; got {getattr(self, name)!r}"
                 )
         if not self.tokens or min(self.tokens) < 1:
-            raise OptionError(f"--tokens takes positive counts such as 1,64,2048; got {self.tokens}")
+            raise OptionError(
+                f"--tokens takes positive counts such as 1,64,2048; got {self.tokens}"
+            )
 
 
-def inspect_model(request: Request, progress: Callable[[str], None] = lambda _: None) -> ModelReport:
+def inspect_model(
+    request: Request, progress: Callable[[str], None] = lambda _: None
+) -> ModelReport:
     """Inspect a model.
 
     Args:
@@ -104,7 +107,7 @@ def inspect_model(request: Request, progress: Callable[[str], None] = lambda _: 
         target = load_target(request.target, _target_options(request))
     what = "dynamo" if request.level == "torch" else "torch.export"
     with clock("capture", f"tracing {type(target.module).__name__} with {what}"):
-        captured = _capture(target, request)
+        captured = capture_target(target, level=request.level, dynamic=request.shapes == "dynamic")
     with clock("match", "finding and proving MoE blocks"):
         found = [_find(graph, progress) for graph in captured.graphs]
     return _report(request, target, machine, captured, found, clock)
@@ -165,19 +168,6 @@ class _Clock:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Graph:
-    gm: fx.GraphModule
-    example_inputs: Sequence[Any] | None
-    parameters: tuple[fx.Node, ...] | None  # known from an ExportedProgram, else None
-
-
-@dataclasses.dataclass(frozen=True)
-class _Captured:
-    graphs: tuple[_Graph, ...]
-    notes: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
 class _Found:
     """The blocks of one graph, in its order."""
 
@@ -186,60 +176,16 @@ class _Found:
     num_nodes: int
 
 
-def _capture(target: Target, request: Request) -> _Captured:
-    dynamic = request.shapes == "dynamic" and target.token_axis is not None
-    try:
-        if request.level == "aten":
-            return _capture_aten(target, dynamic)
-        return _capture_torch(target, dynamic)
-    except MoeflexError:
-        raise
-    except Exception as error:
-        tracer = "torch.export" if request.level == "aten" else "dynamo"
-        raise InspectError(
-            f"{tracer} cannot trace {type(target.module).__name__} with {target.input_note}: "
-            f"{type(error).__name__}: {_first_lines(error)}"
-        ) from error
-
-
-def _capture_torch(target: Target, dynamic: bool) -> _Captured:
-    graphs = capture.capture_graphs(
-        target.module, target.args, target.kwargs, dynamic=True if dynamic else None
-    )
-    ways = dict.fromkeys(way for gm, _ in graphs for way in gm.meta.get("capture_ways", ()))
-    return _Captured(tuple(_Graph(gm, inputs, None) for gm, inputs in graphs), tuple(ways))
-
-
-def _capture_aten(target: Target, dynamic: bool) -> _Captured:
-    shapes = _dynamic_shapes(target) if dynamic else None
-    program = capture.capture_export(target.module, target.args, target.kwargs, dynamic_shapes=shapes)
-    signature = program.graph_signature
-    constant = {*signature.inputs_to_parameters, *signature.inputs_to_buffers}
-    constant.update(signature.inputs_to_lifted_tensor_constants)
-    nodes = program.graph_module.graph.nodes
-    parameters = tuple(n for n in nodes if n.op == "placeholder" and n.name in constant)
-    ways = getattr(program, "capture_ways", ())
-    return _Captured((_Graph(program.graph_module, None, parameters),), tuple(ways))
-
-
-def _dynamic_shapes(target: Target) -> Any:
-    """The token axis of the first argument is a symbol, all else is static, by the names of the forward's arguments."""
-    assert target.token_axis is not None
-    first = {target.token_axis: torch.export.Dim.DYNAMIC}
-    import inspect
-
-    names = list(inspect.signature(target.module.forward).parameters)
-    return {names[0]: first, **dict.fromkeys(target.kwargs)}
-
-
-def _find(graph: _Graph, progress: Callable[[str], None]) -> _Found:
+def _find(graph: CapturedGraph, progress: Callable[[str], None]) -> _Found:
     found = find_regions(graph.gm, graph.example_inputs, parameters=graph.parameters)
     position = {node.name: i for i, node in enumerate(graph.gm.graph.nodes)}
     refused = list(found.refused)
     fragment = graph.gm.meta.get("capture_fragment")
     if fragment is not None:
         refused.append(fragment)
-    placed: list[tuple[int, Match | NoMatch]] = [(position[m.output.name], m) for m in found.matches]
+    placed: list[tuple[int, Match | NoMatch]] = [
+        (position[m.output.name], m) for m in found.matches
+    ]
     placed += [(position.get(r.node, len(position)), r) for r in refused]
     placed.sort(key=lambda entry: entry[0])
     progress(f"{len(found.matches)} blocks proven, {len(refused)} refused")
@@ -250,7 +196,7 @@ def _report(
     request: Request,
     target: Target,
     machine: Machine,
-    captured: _Captured,
+    captured: Captured,
     found: Sequence[_Found],
     clock: _Clock,
 ) -> ModelReport:
@@ -384,12 +330,11 @@ def peak_rss_bytes() -> int:
 
 
 def _versions() -> tuple[tuple[str, str], ...]:
-    found = [("moeflex", __version__), ("python", platform.python_version()), ("torch", torch.__version__)]
+    found = [
+        ("moeflex", __version__),
+        ("python", platform.python_version()),
+        ("torch", torch.__version__),
+    ]
     if "transformers" in sys.modules:
         found.append(("transformers", metadata.version("transformers")))
     return tuple(found)
-
-
-def _first_lines(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:3])[:500]

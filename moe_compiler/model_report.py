@@ -8,22 +8,15 @@ ModelReport
   outline: OutlineNode ...      the module tree, runs of equal layers folded
 ```
 
-`encode` and `decode` work on every dataclass of this file and of `ir`; `ModelReport.to_json` and `from_json` are
-the two that others call. Infinite floats travel as the strings "inf" and "-inf", so the text is strict JSON.
+`ModelReport.to_json` and `from_json` read and write it; `block_groups` puts equal blocks together.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import enum
-import functools
 import json
-import math
-import types
-import typing
-from collections.abc import Sequence
-from typing import Any, TypeVar
 
+from moe_compiler.codec import decode, encode
 from moe_compiler.errors import OptionError
 from moe_compiler.ir import MoERegion, Name
 
@@ -346,7 +339,9 @@ class ModelReport:
     @property
     def proof_peak_bytes(self) -> int:
         """The most that one proof held at once."""
-        return max((block.region.proof.peak_bytes for block in self.blocks if block.region), default=0)
+        return max(
+            (block.region.proof.peak_bytes for block in self.blocks if block.region), default=0
+        )
 
     @property
     def seconds(self) -> float:
@@ -383,119 +378,3 @@ class ModelReport:
             raise OptionError(
                 f"not a moeflex report ({error}); write one with `moeflex inspect TARGET --json FILE`"
             ) from error
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class BlockGroup:
-    """Blocks that differ in nothing but their name.
-
-    Attributes:
-        label: e.g. `model.layers.3-60.mlp`.
-        indices: their places in `ModelReport.blocks`.
-        block: the first of them.
-    """
-
-    label: str
-    indices: tuple[int, ...]
-    block: BlockReport
-
-
-def group_blocks(blocks: Sequence[BlockReport]) -> tuple[BlockGroup, ...]:
-    """Put equal blocks together, in the order in which each kind first appears."""
-    members: dict[BlockReport, list[int]] = {}
-    for index, block in enumerate(blocks):
-        members.setdefault(block.likeness, []).append(index)
-    return tuple(
-        BlockGroup(
-            label=fold_names([blocks[index].name for index in indices]),
-            indices=tuple(indices),
-            block=blocks[indices[0]],
-        )
-        for indices in members.values()
-    )
-
-
-def fold_names(names: Sequence[str]) -> str:
-    """One label for names that differ in one number: `a.3-60.mlp`, `a.1,3,5.mlp`, `a.1-93:2.mlp`.
-
-    Names that differ otherwise become `first .. last`.
-    """
-    if len(set(names)) == 1:
-        return names[0]
-    rows = [name.split(".") for name in names]
-    if len({len(row) for row in rows}) == 1:
-        varying = [i for i, column in enumerate(zip(*rows, strict=True)) if len(set(column)) > 1]
-        if len(varying) == 1 and all(row[varying[0]].isdigit() for row in rows):
-            folded = list(rows[0])
-            folded[varying[0]] = fold_numbers([int(row[varying[0]]) for row in rows])
-            return ".".join(folded)
-    return f"{names[0]} .. {names[-1]}"
-
-
-def fold_numbers(numbers: Sequence[int]) -> str:
-    """`3-60` for consecutive numbers, `1-93:2` for a fixed step, else `0-2,4-6,9` (at most six runs)."""
-    steps = {b - a for a, b in zip(numbers, numbers[1:], strict=False)}
-    if len(numbers) > 3 and len(steps) == 1 and min(steps) > 1:
-        return f"{numbers[0]}-{numbers[-1]}:{steps.pop()}"
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    texts = [f"{a}" if a == b else f"{a}-{b}" for a, b in runs]
-    return ",".join(texts) if len(texts) <= 6 else ",".join([*texts[:4], "..", texts[-1]])
-
-
-def encode(value: Any) -> Any:
-    """Dataclasses, enums, tuples and infinite floats to what `json.dumps` takes."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, enum.Enum):
-        return value.value
-    if isinstance(value, tuple | list):
-        return [encode(entry) for entry in value]
-    if isinstance(value, float) and math.isinf(value):
-        return "inf" if value > 0 else "-inf"
-    return value
-
-
-T = TypeVar("T")
-
-
-def decode(cls: type[T], fields: dict[str, Any]) -> T:
-    """Build the dataclass `cls` from what `encode` made of it.
-
-    Raises:
-        TypeError: a field is missing or unknown.
-        ValueError: a value is not one of a closed set.
-    """
-    hints = _hints(cls)
-    unknown = sorted(set(fields) - set(hints))
-    if unknown:
-        raise TypeError(f"{cls.__name__} has no field {unknown[0]!r}")
-    return cls(**{name: _decode_value(hints[name], entry) for name, entry in fields.items()})
-
-
-@functools.cache
-def _hints(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
-
-
-def _decode_value(hint: Any, entry: Any) -> Any:
-    if typing.get_origin(hint) is tuple:
-        return _decode_tuple(typing.get_args(hint), entry)
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        inner = next(arg for arg in typing.get_args(hint) if arg is not type(None))
-        return None if entry is None else _decode_value(inner, entry)
-    if dataclasses.is_dataclass(hint):
-        return decode(typing.cast("type[Any]", hint), entry)
-    if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        return hint(entry)
-    return float(entry) if hint is float else entry
-
-
-def _decode_tuple(args: tuple[Any, ...], entry: Sequence[Any]) -> tuple[Any, ...]:
-    if len(args) == 2 and args[1] is Ellipsis:
-        return tuple(_decode_value(args[0], item) for item in entry)
-    return tuple(_decode_value(arg, item) for arg, item in zip(args, entry, strict=True))

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from moe_compiler.model_report import BlockReport, OutlineNode, fold_names, fold_numbers
+from moe_compiler.block_groups import fold_names, fold_numbers
+from moe_compiler.model_report import BlockReport, OutlineNode
 
 MAX_PERIOD = 8
 """Longest pattern of layers that is folded (hybrid models repeat four to eight different layers)."""
@@ -67,7 +68,9 @@ class _Builder:
         block = self.places.get(path)
         found = self.leaf(module, label, block)
         is_layer = in_layer and label.rpartition(".")[2].isdigit()
-        if block is not None or not (is_layer or self._holds_block(path) or self._holds_list(module, in_layer)):
+        if block is not None or not (
+            is_layer or self._holds_block(path) or self._holds_list(module, in_layer)
+        ):
             return found
         return dataclasses.replace(found, children=self.children(module, path, in_layer=in_layer))
 
@@ -104,7 +107,9 @@ class _Builder:
     def _pattern(self, run: Sequence[OutlineNode], period: int) -> OutlineNode:
         first = run[:period]
         children = []
-        for _, group in itertools.groupby(range(period), key=lambda slot: self.signature(first[slot])):
+        for _, group in itertools.groupby(
+            range(period), key=lambda slot: self.signature(first[slot])
+        ):
             slots = set(group)
             members = [node for place, node in enumerate(run) if place % period in slots]
             children.append(_merge(members, repeat=len(slots)))

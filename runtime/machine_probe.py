@@ -1,8 +1,9 @@
 """Measure the two speeds of this CPU that bound an MoE layer, once, and remember them.
 
-The read speed is that of summing a buffer much larger than the caches. The matrix rate is that of a square `torch.mm`
-on one thread, times the number of threads: cores do not share their multipliers, and one thread is measured well even
-on a machine that has other work. A narrow dtype is credited with the fp32 rate where its own is lower, since a kernel may widen on load.
+The read speed is that of summing a buffer much larger than the caches. The matrix rate is that of a
+square `torch.mm` on one thread, times the number of threads: cores do not share their multipliers,
+and one thread is measured well even on a machine that has other work. A narrow dtype is credited
+with the fp32 rate where its own is lower, since a kernel may widen on load.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from pathlib import Path
 
 import torch
 
+from moe_compiler.codec import decode, encode
 from moe_compiler.errors import OptionError
-from moe_compiler.model_report import Machine, Rate, decode, encode
+from moe_compiler.model_report import Machine, Rate
 
 _log = logging.getLogger(__name__)
 
@@ -28,7 +30,12 @@ PROBE_VERSION = 1
 READ_BUFFER_BYTES = 256 << 20
 GEMM_SIZE = 1024
 PROBE_SECONDS = 0.25
-_TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+_TORCH_DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
 
 
 def probe_cpu(cache_dir: Path | None) -> Machine:
@@ -51,7 +58,13 @@ def probe_cpu(cache_dir: Path | None) -> Machine:
 
 
 def _key() -> str:
-    facts = [PROBE_VERSION, _cpu_title(), torch.get_num_threads(), torch.__version__, platform.machine()]
+    facts = [
+        PROBE_VERSION,
+        _cpu_title(),
+        torch.get_num_threads(),
+        torch.__version__,
+        platform.machine(),
+    ]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 

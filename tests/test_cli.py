@@ -36,7 +36,10 @@ def test_help_names_every_command_and_an_example(capsys: pytest.CaptureFixture[s
     assert cli.main(["inspect", "--help"]) == 0
     text = capsys.readouterr().out
     assert "moeflex inspect ./Qwen3-235B-A22B/config.json" in text
-    assert all(option in text for option in ("--tokens", "--strict", "--json", "--dot", "--html", "--device"))
+    assert all(
+        option in text
+        for option in ("--tokens", "--strict", "--json", "--dot", "--html", "--device")
+    )
 
 
 def test_help_does_not_wait_for_torch() -> None:
@@ -45,7 +48,9 @@ def test_help_does_not_wait_for_torch() -> None:
         "print('torch' in sys.modules, file=sys.stderr)"
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
+    )
     assert done.stderr.strip() == "False"
 
 
@@ -55,10 +60,20 @@ def test_a_table_on_a_pipe_is_one_line_per_block(capsys: pytest.CaptureFixture[s
     assert err == ""
     assert "\x1b" not in out
     lines = out.splitlines()
-    (row,) = [line for line in lines if line.startswith("layers.0-1,3 x3") and "gathered weights" in line]
-    for text in ("softmax>top2>sum", "E8 K2 H64 I32 fp32 silu", "gate and up separate", "197 kB", "49.2 kB"):
+    (row,) = [
+        line for line in lines if line.startswith("layers.0-1,3 x3") and "gathered weights" in line
+    ]
+    for text in (
+        "softmax>top2>sum",
+        "E8 K2 H64 I32 fp32 silu",
+        "gate and up separate",
+        "197 kB",
+        "49.2 kB",
+    ):
         assert text in row
-    assert any(line.startswith("layers.2") and "refused" in line and "not summed" in line for line in lines)
+    assert any(
+        line.startswith("layers.2") and "refused" in line and "not summed" in line for line in lines
+    )
     assert any(line.startswith("all matched blocks") for line in lines)
     assert "5 MoE blocks: 4 matched, 1 refused" in out
 
@@ -78,7 +93,10 @@ def test_json_on_standard_output_is_alone(capsys: pytest.CaptureFixture[str]) ->
 
 def test_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page, dot, data = (tmp_path / name for name in ("r.html", "r.dot", "r.json"))
-    assert run(f"{TARGETS}:whole", "-q", "--html", str(page), "--dot", str(dot), "--json", str(data)) == 0
+    assert (
+        run(f"{TARGETS}:whole", "-q", "--html", str(page), "--dot", str(dot), "--json", str(data))
+        == 0
+    )
     assert capsys.readouterr().out == ""
     assert page.read_text().startswith("<!doctype html>")
     assert dot.read_text().startswith("digraph model {")
@@ -97,13 +115,23 @@ def test_strict_fails_on_a_refused_block(capsys: pytest.CaptureFixture[str]) -> 
         ([], 2, "Missing argument"),
         (["x", "--level", "fx"], 2, "--level"),
         (["x", "--no-such"], 2, "--no-such"),
-        (["x", "--tokens", "1,two"], 2, "--tokens takes positive counts such as 1,64,2048; got '1,two'"),
+        (
+            ["x", "--tokens", "1,two"],
+            2,
+            "--tokens takes positive counts such as 1,64,2048; got '1,two'",
+        ),
         (["x", "--json", "-", "--dot", "-"], 2, "only one of"),
         (["nothing"], 3, "the target is MODULE:FACTORY"),
-        ([f"{TARGETS}:whole", "-q", "--tokens", "1", "--json", "/no/such/folder/r.json"], 2, "cannot be written"),
+        (
+            [f"{TARGETS}:whole", "-q", "--tokens", "1", "--json", "/no/such/folder/r.json"],
+            2,
+            "cannot be written",
+        ),
     ],
 )
-def test_exit_codes(arguments: list[str], code: int, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_codes(
+    arguments: list[str], code: int, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(*arguments) == code
     out, err = capsys.readouterr()
     assert text in err
@@ -112,10 +140,17 @@ def test_exit_codes(arguments: list[str], code: int, text: str, capsys: pytest.C
 
 
 def test_a_reader_that_leaves_is_no_error() -> None:
-    code = f"import sys\nfrom moe_compiler.cli import main\nsys.exit(main(['inspect', '{TARGETS}:whole', '--json', '-']))"
+    code = (
+        "import sys\nfrom moe_compiler.cli import main\n"
+        f"sys.exit(main(['inspect', '{TARGETS}:whole', '--json', '-']))"
+    )
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
-        [sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", code],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     process.stdout.close()
@@ -133,6 +168,17 @@ def test_token_counts() -> None:
 
 
 def test_units() -> None:
-    assert [bytes_text(n) for n in (0, 999, 1000, 999_900, 1.31e12)] == ["0 B", "999 B", "1.00 kB", "1.00 MB", "1.31 TB"]
+    assert [bytes_text(n) for n in (0, 999, 1000, 999_900, 1.31e12)] == [
+        "0 B",
+        "999 B",
+        "1.00 kB",
+        "1.00 MB",
+        "1.31 TB",
+    ]
     assert [count_text(n) for n in (20, 235.09e9)] == ["20", "235 B"]
-    assert [time_text(t) for t in (0.0131, 17.58, 1220, 3.4e6)] == ["13.1 ns", "17.6 us", "1.22 ms", "3.40 s"]
+    assert [time_text(t) for t in (0.0131, 17.58, 1220, 3.4e6)] == [
+        "13.1 ns",
+        "17.6 us",
+        "1.22 ms",
+        "3.40 s",
+    ]

@@ -16,9 +16,10 @@ import torch
 from torch import nn
 
 from moe_compiler import inspection
+from moe_compiler.block_groups import fold_names, fold_numbers, group_blocks
 from moe_compiler.errors import InspectError, OptionError
 from moe_compiler.inspection import Request, inspect_model, machine_of
-from moe_compiler.model_report import ModelReport, Stage, Status, fold_names, fold_numbers, group_blocks
+from moe_compiler.model_report import ModelReport, Stage, Status
 from moe_compiler.outline import build_outline
 from tests.models import styles
 
@@ -41,7 +42,13 @@ class Stack(nn.Module):
 
 
 def mixed() -> tuple[nn.Module, torch.Tensor]:
-    names = ("gathered_einsum", "gathered_einsum", "scatter_overwrites", "gathered_einsum", "tanh_scores")
+    names = (
+        "gathered_einsum",
+        "gathered_einsum",
+        "scatter_overwrites",
+        "gathered_einsum",
+        "tanh_scores",
+    )
     return Stack(*names), styles.rows(1, 33, 64)
 
 
@@ -109,7 +116,11 @@ def test_blocks_come_in_order_with_names_and_fates(mixed_report: ModelReport) ->
     assert [str(block.status) for block in mixed_report.blocks] == [
         "matched", "matched", "refused", "matched", "matched",
     ]  # fmt: skip
-    assert [group.label for group in group_blocks(mixed_report.blocks)] == ["layers.0-1,3", "layers.2", "layers.4"]
+    assert [group.label for group in group_blocks(mixed_report.blocks)] == [
+        "layers.0-1,3",
+        "layers.2",
+        "layers.4",
+    ]
     refused = mixed_report.blocks[2]
     assert refused.module_class == "ScatterOverwrites"
     assert "not summed" in refused.reason
@@ -135,7 +146,9 @@ def test_a_matched_block_says_all_of_itself(mixed_report: ModelReport) -> None:
 def test_totals_are_sums(mixed_report: ModelReport) -> None:
     matched = [block for block in mixed_report.blocks if block.status is Status.MATCHED]
     assert mixed_report.expert_bytes == sum(block.expert_bytes for block in matched)
-    assert mixed_report.floor_us(64) == pytest.approx(sum(block.floors[1].floor_us for block in matched))
+    assert mixed_report.floor_us(64) == pytest.approx(
+        sum(block.floors[1].floor_us for block in matched)
+    )
     parameters = list(mixed()[0].parameters())
     assert mixed_report.num_parameters == sum(p.numel() for p in parameters)
     assert mixed_report.parameter_bytes == 4 * mixed_report.num_parameters
@@ -161,7 +174,9 @@ def test_json_goes_both_ways(mixed_report: ModelReport) -> None:
     assert ModelReport.from_json(text) == mixed_report
 
 
-@pytest.mark.parametrize("text", ["[1]", "{", '{"schema": 1}', '{"schema": 99}', '{"schema": 1, "extra": 2}'])
+@pytest.mark.parametrize(
+    "text", ["[1]", "{", '{"schema": 1}', '{"schema": 99}', '{"schema": 1, "extra": 2}']
+)
 def test_a_foreign_json_is_refused(text: str) -> None:
     with pytest.raises(OptionError, match="moeflex"):
         ModelReport.from_json(text)
@@ -172,7 +187,10 @@ def test_the_outline_folds_runs_and_patterns() -> None:
     model = Stack(*names)
     report = inspect_model(Request(target=f"{HERE}:whole", tokens=(1,)))
     block = report.blocks[0]
-    blocks = [dataclasses.replace(block, name=f"layers.{i}", module_class=name) for i, name in enumerate(names)]
+    blocks = [
+        dataclasses.replace(block, name=f"layers.{i}", module_class=name)
+        for i, name in enumerate(names)
+    ]
     (pattern,) = build_outline(model, blocks)
     assert (pattern.label, pattern.repeat) == ("layers.0-5", 2)
     assert [(c.label, c.repeat, c.blocks) for c in pattern.children] == [
@@ -187,12 +205,15 @@ def test_names_fold_to_one_label() -> None:
     assert fold_names(["a.1.mlp", "b.1.mlp"]) == "a.1.mlp .. b.1.mlp"
     assert fold_numbers([1, 3, 5, 7]) == "1-7:2"
     assert fold_numbers([0, 1, 4, 6, 7]) == "0-1,4,6-7"
-    assert fold_numbers(list(range(0, 40, 3)) + [50]) == "0,3,6,9,..,50"
+    assert fold_numbers([*list(range(0, 40, 3)), 50]) == "0,3,6,9,..,50"
 
 
 def test_experts_in_no_graph_are_unseen() -> None:
     report = inspect("unused", tokens=(1,))
-    assert [(b.name, b.status) for b in report.blocks] == [("used", Status.MATCHED), ("idle", Status.UNSEEN)]
+    assert [(b.name, b.status) for b in report.blocks] == [
+        ("used", Status.MATCHED),
+        ("idle", Status.UNSEEN),
+    ]
     assert "not called" in report.blocks[1].reason
 
 
@@ -232,7 +253,14 @@ def test_a_bad_target_says_what_to_do(target: str, needed: str) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("level", "fx"), ("device", "tpu"), ("shapes", "odd"), ("phase", "train"), ("dtype", "int8"), ("tokens", (0,))],
+    [
+        ("level", "fx"),
+        ("device", "tpu"),
+        ("shapes", "odd"),
+        ("phase", "train"),
+        ("dtype", "int8"),
+        ("tokens", (0,)),
+    ],
 )
 def test_a_bad_option_names_the_choices(field: str, value: object) -> None:
     request = dataclasses.replace(Request(target=f"{HERE}:whole"), **{field: value})
@@ -263,7 +291,9 @@ def test_the_cpu_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert machine_of(Request(target="", device="cpu")) == first
     blocked = tmp_path / "file"
     blocked.write_text("")
-    assert machine_probe.probe_cpu(blocked / "below") == first  # cannot be kept, and says no more than the log
+    assert (
+        machine_probe.probe_cpu(blocked / "below") == first
+    )  # cannot be kept, and says no more than the log
 
 
 # ---- Hugging Face configurations
@@ -300,8 +330,12 @@ def test_a_config_is_built_without_weights(tmp_path: Path) -> None:
 
 def test_the_eager_loop_is_made_traceable_and_says_so(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    target = small_config(tmp_path, num_hidden_layers=2, quantization_config={"quant_method": "fp8"})
-    report = inspect_model(Request(target=target, tokens=(1,), experts_implementation="eager", phase="decode"))
+    target = small_config(
+        tmp_path, num_hidden_layers=2, quantization_config={"quant_method": "fp8"}
+    )
+    report = inspect_model(
+        Request(target=target, tokens=(1,), experts_implementation="eager", phase="decode")
+    )
     assert report.count(Status.MATCHED) == 1
     assert any("expert loop traced through" in note for note in report.capture_notes)
     assert any("fp8" in note for note in report.notes)
@@ -318,7 +352,9 @@ def test_the_aten_level_finds_the_same_blocks(tmp_path: Path) -> None:
     assert (a.name, a.router, a.region.experts) == (b.name, b.router, b.region.experts)
 
 
-def test_without_transformers_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_transformers_it_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(InspectError, match=r'pip install "moeflex\[hf\]"'):
         inspect_model(Request(target=small_config(tmp_path)))
@@ -326,7 +362,11 @@ def test_without_transformers_it_says_what_to_install(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize(
     ("text", "needed"),
-    [("{", "not JSON"), ("{}", "no `model_type`"), ('{"model_type": "no_such_model"}', "cannot read")],
+    [
+        ("{", "not JSON"),
+        ("{}", "no `model_type`"),
+        ('{"model_type": "no_such_model"}', "cannot read"),
+    ],
 )
 def test_a_bad_config_says_what_is_wrong(tmp_path: Path, text: str, needed: str) -> None:
     pytest.importorskip("transformers")
@@ -337,9 +377,12 @@ def test_a_bad_config_says_what_is_wrong(tmp_path: Path, text: str, needed: str)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "num_blocks", "num_parameters"), [("qwen3_235b", 94, 235.1e9), ("deepseek_v3", 58, 671.0e9)]
+    ("name", "num_blocks", "num_parameters"),
+    [("qwen3_235b", 94, 235.1e9), ("deepseek_v3", 58, 671.0e9)],
 )
-def test_real_configs_fit_into_two_minutes_and_8_gb(name: str, num_blocks: int, num_parameters: float) -> None:
+def test_real_configs_fit_into_two_minutes_and_8_gb(
+    name: str, num_blocks: int, num_parameters: float
+) -> None:
     pytest.importorskip("transformers")
     # processor time: a busy machine makes the wall clock mean nothing
     code = (
@@ -347,12 +390,18 @@ def test_real_configs_fit_into_two_minutes_and_8_gb(name: str, num_blocks: int, 
         "from moe_compiler.inspection import Request, inspect_model\n"
         f"report = inspect_model(Request(target={str(CONFIGS / name)!r}))\n"
         "usage = resource.getrusage(resource.RUSAGE_SELF)\n"
-        "print(report.count('matched'), report.num_parameters, usage.ru_utime + usage.ru_stime, report.peak_rss_bytes)\n"
+        "seconds = usage.ru_utime + usage.ru_stime\n"
+        "print(report.count('matched'), report.num_parameters, seconds, report.peak_rss_bytes)\n"
     )
     root = Path(__file__).parents[1]
     env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=1200, check=False
+        [sys.executable, "-c", code],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=1200,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     matched, parameters, seconds, peak_bytes = map(float, done.stdout.split())

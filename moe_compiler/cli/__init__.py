@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from moe_compiler.errors import MoeflexError, OptionError
 
@@ -55,7 +56,7 @@ def _fail(error: MoeflexError, code: int) -> int:
     return code
 
 
-def _command():  # type: ignore[no-untyped-def]
+def _command() -> Callable[..., Any]:
     import typer
 
     app = typer.Typer(

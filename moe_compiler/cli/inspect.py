@@ -69,7 +69,8 @@ def command(
         str, typer.Option(metavar="T,T,...", help="Token counts of the floor times.")
     ] = TOKENS,
     phase: Annotated[
-        Phase, typer.Option(help="prefill: one sequence of T tokens; decode: T sequences of one token.")
+        Phase,
+        typer.Option(help="prefill: one sequence of T tokens; decode: T sequences of one token."),
     ] = Phase.prefill,
     shapes: Annotated[
         Shapes, typer.Option(help="Trace the token count as a symbol, or as the first of --tokens.")
@@ -82,25 +83,44 @@ def command(
         Device, typer.Option(help="The machine of the floor times and of the target.")
     ] = Device.h200,
     bandwidth: Annotated[
-        float, typer.Option(metavar="GB/S", min=0.0, show_default=False, help="Instead of the device's weight-read speed.")
+        float,
+        typer.Option(
+            metavar="GB/S",
+            min=0.0,
+            show_default=False,
+            help="Instead of the device's weight-read speed.",
+        ),
     ] = 0.0,
     tflops: Annotated[
-        float, typer.Option(metavar="TFLOP/S", min=0.0, show_default=False, help="Instead of the device's matrix rate.")
+        float,
+        typer.Option(
+            metavar="TFLOP/S",
+            min=0.0,
+            show_default=False,
+            help="Instead of the device's matrix rate.",
+        ),
     ] = 0.0,
     level: Annotated[
         Level, typer.Option(help="torch: the graph of dynamo; aten: that of torch.export.")
     ] = Level.torch,
     meta: Annotated[
-        bool, typer.Option("--meta", help='Call the factory under torch.device("meta"): no weights.')
+        bool,
+        typer.Option("--meta", help='Call the factory under torch.device("meta"): no weights.'),
     ] = False,
     show_all: Annotated[
         bool, typer.Option("--all", help="One row per block; equal blocks are folded otherwise.")
     ] = False,
     json_file: Annotated[
-        str, typer.Option("--json", metavar="FILE", help="Write the report as JSON; - for standard output.")
+        str,
+        typer.Option(
+            "--json", metavar="FILE", help="Write the report as JSON; - for standard output."
+        ),
     ] = "",
     dot_file: Annotated[
-        str, typer.Option("--dot", metavar="FILE", help="Write a graphviz picture; - for standard output.")
+        str,
+        typer.Option(
+            "--dot", metavar="FILE", help="Write a graphviz picture; - for standard output."
+        ),
     ] = "",
     html_file: Annotated[
         str, typer.Option("--html", metavar="FILE", help="Write one self-contained page.")
@@ -152,7 +172,10 @@ def command(
         _write_files(report, json_file, dot_file, html_file)
     unmatched = len(report.blocks) - report.count(Status.MATCHED)
     if strict and unmatched:
-        print(f"moeflex: --strict: {unmatched} of {len(report.blocks)} blocks not matched", file=sys.stderr)
+        print(
+            f"moeflex: --strict: {unmatched} of {len(report.blocks)} blocks not matched",
+            file=sys.stderr,
+        )
         raise typer.Exit(EXIT_NOT_FULFILLED)
 
 

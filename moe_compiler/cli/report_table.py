@@ -9,10 +9,17 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from moe_compiler.block_groups import BlockGroup, group_blocks
 from moe_compiler.cli.terminal import output_console
 from moe_compiler.cli.units import bytes_text, count_text, time_text
-from moe_compiler.describe_block import experts_text, form_text, layout_text, proof_text, shared_text
-from moe_compiler.model_report import BlockGroup, FloorPoint, ModelReport, Status, group_blocks
+from moe_compiler.describe_block import (
+    experts_text,
+    form_text,
+    layout_text,
+    proof_text,
+    shared_text,
+)
+from moe_compiler.model_report import FloorPoint, ModelReport, Status
 
 WIDE = 200
 """Columns from which on each fact gets a column of its own on a terminal."""
@@ -20,7 +27,9 @@ WIDE = 200
 _STYLES = {Status.MATCHED: "green", Status.REFUSED: "yellow", Status.UNSEEN: "red"}
 
 
-def print_report(report: ModelReport, *, show_all: bool = False, console: Console | None = None) -> None:
+def print_report(
+    report: ModelReport, *, show_all: bool = False, console: Console | None = None
+) -> None:
     """Print a report.
 
     Args:
@@ -64,10 +73,14 @@ def _print_head(report: ModelReport, out: Console) -> None:
     for note in (*report.capture_notes, *report.notes):
         out.print(f"note: {escape(note)}")
     if not report.blocks:
-        out.print("\nNo MoE block and no candidate for one was found: moeflex compiles this model as Inductor would.")
+        out.print(
+            "\nNo MoE block and no candidate for one was found: moeflex compiles this model as Inductor would."
+        )
         return
     counts = ", ".join(
-        f"[{_STYLES[status]}]{report.count(status)} {status}[/]" for status in Status if report.count(status)
+        f"[{_STYLES[status]}]{report.count(status)} {status}[/]"
+        for status in Status
+        if report.count(status)
     )
     share = report.expert_bytes / report.parameter_bytes if report.parameter_bytes else 0.0
     experts = f"; matched experts {bytes_text(report.expert_bytes)}" if report.expert_bytes else ""
@@ -87,7 +100,17 @@ def _blocks_table(groups: Iterable[BlockGroup], out: Console) -> Table:
     """Every fact in a column of its own where lines may be long; grouped into few columns on a screen."""
     wide = not out.is_terminal or out.width >= WIDE
     table = _table("MoE blocks", out)
-    columns = ("block", "class", "router", "experts", "weights", "form", "shared", "runs on", "proof")
+    columns = (
+        "block",
+        "class",
+        "router",
+        "experts",
+        "weights",
+        "form",
+        "shared",
+        "runs on",
+        "proof",
+    )
     for name in columns if wide else ("block", "router", "experts", "runs on, proof"):
         table.add_column(name, overflow="fold")
     for column in ("bytes", "a token reads") if wide else ("bytes, a token reads",):
@@ -98,7 +121,9 @@ def _blocks_table(groups: Iterable[BlockGroup], out: Console) -> Table:
         if wide:
             table.add_row(*facts)
             continue
-        label, module_class, router, experts, layout, form, shared, target, proof, size, read = facts
+        label, module_class, router, experts, layout, form, shared, target, proof, size, read = (
+            facts
+        )
         extra = "" if shared == "none" else f"\nshared expert: {shared}"
         table.add_row(
             f"{label}\n{module_class}",
@@ -168,7 +193,8 @@ def _print_floor_notes(report: ModelReport, out: Console) -> None:
     )
     out.print(escape(f"{report.floor_formula}."))
     out.print(
-        escape(f"{machine.weight_bytes_per_s / 1e9:.4g} GB/s ({machine.weight_source}); {rates}."), end="\n\n"
+        escape(f"{machine.weight_bytes_per_s / 1e9:.4g} GB/s ({machine.weight_source}); {rates}."),
+        end="\n\n",
     )
 
 
@@ -182,7 +208,10 @@ def _print_unmatched(groups: Sequence[BlockGroup], out: Console) -> None:
         block = group.block
         style = _STYLES[block.status]
         table.add_row(
-            escape(_label(group)), escape(block.module_class), f"[{style}]{block.status}[/]", escape(block.reason)
+            escape(_label(group)),
+            escape(block.module_class),
+            f"[{style}]{block.status}[/]",
+            escape(block.reason),
         )
     out.print(table)
 

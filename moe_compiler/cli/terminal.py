@@ -34,7 +34,7 @@ def reader_may_leave() -> Iterator[None]:
 
 @contextlib.contextmanager
 def progress_line(*, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows what is being done, with the seconds so far, on a standard error that is a terminal."""
+    """Yield a function that shows what is being done and for how long, where standard error is a terminal."""
     console = Console(stderr=True, highlight=False)
     if quiet or not console.is_terminal:
         yield lambda _: None

@@ -15,7 +15,12 @@ def count_text(count: float) -> str:
 
 def time_text(microseconds: float) -> str:
     """`52 ns`, `17.6 us`, `1.22 ms`, `3.40 s`."""
-    for limit, factor, unit in ((1.0, 1e-3, "ns"), (1e3, 1.0, "us"), (1e6, 1e3, "ms"), (float("inf"), 1e6, "s")):
+    for limit, factor, unit in (
+        (1.0, 1e-3, "ns"),
+        (1e3, 1.0, "us"),
+        (1e6, 1e3, "ms"),
+        (float("inf"), 1e6, "s"),
+    ):
         if microseconds < limit:
             return f"{_digits(microseconds / factor)} {unit}"
     raise AssertionError("no time is that long")

@@ -56,7 +56,9 @@ def test_random_routing_is_the_mean_of_a_simulation(tokens: int, top_k: int) -> 
     st.integers(1, 256).flatmap(lambda e: st.tuples(st.just(e), st.integers(1, e))),
     st.integers(1, 10_000),
 )
-def test_random_routing_hits_at_least_k_and_at_most_balanced(sizes: tuple[int, int], tokens: int) -> None:
+def test_random_routing_hits_at_least_k_and_at_most_balanced(
+    sizes: tuple[int, int], tokens: int
+) -> None:
     num_experts, top_k = sizes
     random = distinct_experts(num_experts, top_k, tokens, routing="random")
     balanced = distinct_experts(num_experts, top_k, tokens, routing="balanced")

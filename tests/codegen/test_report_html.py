@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from moe_compiler.block_groups import group_blocks
+from moe_compiler.codec import decode
 from moe_compiler.codegen.floor import FORMULA, H200, expert_tensors, floor_points
 from moe_compiler.codegen.report_dot import render_dot
 from moe_compiler.codegen.report_html import REPORT_MARK, payload, render_html
@@ -36,8 +38,6 @@ from moe_compiler.model_report import (
     OutsideNode,
     Stage,
     Status,
-    decode,
-    group_blocks,
 )
 
 TEMPLATE = (Path(__file__).parents[2] / "templates" / "inspect.html").read_text(encoding="utf-8")
@@ -83,12 +83,28 @@ def block(name: str) -> BlockReport:
 @pytest.fixture
 def report() -> ModelReport:
     refused = BlockReport(
-        name="layers.2.mlp", module_class="Odd", status=Status.REFUSED, reason=HOSTILE, target="inductor"
+        name="layers.2.mlp",
+        module_class="Odd",
+        status=Status.REFUSED,
+        reason=HOSTILE,
+        target="inductor",
     )
     graph = BlockGraph(
         nodes=(
-            GraphNode(name="linear", op="linear", stage=Stage.ROUTER, shape="[T, 8] bf16", inputs=("x", "w")),
-            GraphNode(name="sum_1", op="sum", stage=Stage.COMBINE, shape="[T, 64] bf16", inputs=("linear",)),
+            GraphNode(
+                name="linear",
+                op="linear",
+                stage=Stage.ROUTER,
+                shape="[T, 8] bf16",
+                inputs=("x", "w"),
+            ),
+            GraphNode(
+                name="sum_1",
+                op="sum",
+                stage=Stage.COMBINE,
+                shape="[T, 64] bf16",
+                inputs=("linear",),
+            ),
         ),
         outside=(OutsideNode(name="x", role="x", shape="[T, 64] bf16"),),
         output="sum_1",
@@ -100,7 +116,9 @@ def report() -> ModelReport:
         num_bytes=200,
         repeat=2,
         children=(
-            OutlineNode(label="mlp", module_class="Moe", num_parameters=90, num_bytes=180, blocks=(0, 1)),
+            OutlineNode(
+                label="mlp", module_class="Moe", num_parameters=90, num_bytes=180, blocks=(0, 1)
+            ),
         ),
     )
     return ModelReport(
@@ -119,7 +137,10 @@ def report() -> ModelReport:
         floor_formula=FORMULA,
         blocks=(block("layers.0.mlp"), block("layers.1.mlp"), refused),
         graphs=(graph,),
-        outline=(run, OutlineNode(label="norm", module_class="Norm", num_parameters=64, num_bytes=128)),
+        outline=(
+            run,
+            OutlineNode(label="norm", module_class="Norm", num_parameters=64, num_bytes=128),
+        ),
     )
 
 
@@ -154,7 +175,9 @@ def test_the_page_holds_the_report(report: ModelReport) -> None:
     stored = json.loads(parse(render_html(report, TEMPLATE)).stored)
     assert decode(ModelReport, stored["report"]) == report
     assert [group["label"] for group in stored["groups"]] == ["layers.0-1.mlp", "layers.2.mlp"]
-    assert stored["totals"]["floors"][0]["floor_us"] == pytest.approx(2 * report.blocks[0].floors[0].floor_us)
+    assert stored["totals"]["floors"][0]["floor_us"] == pytest.approx(
+        2 * report.blocks[0].floors[0].floor_us
+    )
 
 
 def test_text_of_the_model_never_becomes_markup(report: ModelReport) -> None:
@@ -170,7 +193,13 @@ def test_the_page_loads_nothing(report: ModelReport) -> None:
         assert tag not in ("link", "iframe", "object", "embed", "base")
         assert "src" not in attributes
         assert (attributes.get("href") or "#").startswith("#")
-    for loader in (r"url\(\s*['\"]?(?!#)", r"@import", r"\bfetch\(", r"XMLHttpRequest", r"\bimport\("):
+    for loader in (
+        r"url\(\s*['\"]?(?!#)",
+        r"@import",
+        r"\bfetch\(",
+        r"XMLHttpRequest",
+        r"\bimport\(",
+    ):
         assert not re.search(loader, TEMPLATE), loader
 
 
@@ -210,6 +239,8 @@ def test_dot_draws_each_run_once(report: ModelReport) -> None:
 def test_graphviz_accepts_the_picture(report: ModelReport) -> None:
     hostile = dataclasses.replace(report, outline=())  # lists the blocks, the hostile reason too
     for text in (render_dot(report), render_dot(hostile)):
-        done = subprocess.run(["dot", "-Tsvg"], input=text, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            ["dot", "-Tsvg"], input=text, capture_output=True, text=True, timeout=60, check=False
+        )
         assert done.returncode == 0, done.stderr
         assert "<svg" in done.stdout
