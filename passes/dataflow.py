@@ -1,139 +1,42 @@
 """Data flow of an FX graph, with in-place updates given versions.
 
-Works on torch-level graphs (from Dynamo, with methods and in-place operators) and on ATen graphs (from
-`torch.export`). Three things differ from `node.all_input_nodes`:
+Three things differ from `node.all_input_nodes`:
 
-* `x.add_(y)`, `x += y` and `x[i] = y` define a new *version* of `x` and of the tensors that `x` is a view of; a later
-  reader of `x` depends on that version;
-* parameters, buffers, sizes and what is computed from nothing else are *constant*: they are not data;
+* `x.add_(y)`, `x += y` and `x[i] = y` define a new *version* of `x` and of the tensors that `x` is
+  a view of; a later reader of `x` depends on that version;
+* parameters, buffers, sizes and what is computed from nothing else are *constant*: they are not
+  data;
 * dominators are taken over data edges only.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
 
 import networkx as nx
 import torch
 from torch import fx
 
-VIEWS = frozenset(
-    "view reshape unsqueeze squeeze transpose permute t contiguous clone expand flatten _unsafe_view alias detach "
-    "swapaxes movedim narrow unflatten expand_as view_as reshape_as ravel T mT numpy_T select slice "
-    "matrix_transpose adjoint lift_fresh_copy to_local wait_tensor".split()
+from moe_compiler.passes.nodes import (
+    CASTS,
+    CONTRACTIONS,
+    VIEWS,
+    is_float,
+    is_hidden,
+    is_inplace,
+    last_size,
+    op_name,
+    tensor,
+    value,
 )
-"""Operators whose result holds the elements of their first argument and no arithmetic."""
 
-CASTS = frozenset(
-    "to _to_copy float bfloat16 half double type type_as convert_element_type".split()
-)
-CONTRACTIONS = frozenset(
-    "mm bmm matmul linear addmm baddbmm einsum _grouped_mm grouped_mm grouped_mm_fallback rmatmul tensordot".split()
-)
+__all__ = ["CONTRACTIONS", "DataFlow", "chain", "id_bound", "op_name", "tensor"]
+
 _ROOT = "virtual root"
-_SPLITS = frozenset("chunk split unbind tensor_split split_with_sizes".split())
+_SPLITS = frozenset(("chunk", "split", "unbind", "tensor_split", "split_with_sizes"))
 _ALIASES = (VIEWS - {"clone"}) | _SPLITS | {"getitem", "to"}
-_INPLACE_FUNCTIONS = frozenset("itruediv iadd imul isub setitem ifloordiv ipow iand ior".split())
-
-
-def op_name(node: fx.Node) -> str:
-    """Bare name of the operator, the same for method, function and ATen spellings."""
-    target = node.target
-    if node.op == "call_method":
-        return str(target)
-    if node.op == "call_function":
-        if isinstance(target, torch._ops.OpOverload):
-            return str(target._schema.name).split("::")[1]
-        return str(getattr(target, "__name__", target))
-    return node.op
-
-
-def value(node: fx.Node) -> object:
-    """The fake value recorded for this node, or None."""
-    return node.meta.get("val", node.meta.get("example_value"))
-
-
-def tensor(node: fx.Node) -> torch.Tensor | None:
-    """The fake tensor recorded for this node, or None when it is not a tensor."""
-    found = value(node)
-    return found if isinstance(found, torch.Tensor) else None
-
-
-def is_float(node: fx.Node) -> bool:
-    """Whether this node is a floating-point tensor."""
-    found = tensor(node)
-    return found is not None and found.is_floating_point()
-
-
-def is_integer(node: fx.Node) -> bool:
-    """Whether this node is a tensor of an index dtype."""
-    found = tensor(node)
-    return found is not None and found.dtype in (torch.int64, torch.int32)
-
-
-def size_hint(size: Any) -> int | None:
-    """The size as an int; for a symbol the size seen while tracing; None when there is none."""
-    if isinstance(size, torch.SymInt):
-        node = size.node
-        return int(node.hint) if node.has_hint() else None
-    return int(size)
-
-
-def shape_hint(node: fx.Node) -> tuple[int | None, ...]:
-    """Shape of a tensor node with symbols replaced by hints."""
-    found = tensor(node)
-    assert found is not None
-    return tuple(size_hint(s) for s in found.shape)
-
-
-def num_rows(node: fx.Node) -> int | None:
-    """Product of all sizes but the last, or None when one has no hint."""
-    rows = 1
-    for size in shape_hint(node)[:-1]:
-        if size is None:
-            return None
-        rows *= size
-    return rows
-
-
-def last_size(node: fx.Node) -> int | None:
-    """Last size when it is static, else None."""
-    found = tensor(node)
-    return None if found is None or found.ndim == 0 else static_size(found.shape[-1])
-
-
-def static_size(size: Any) -> int | None:
-    """The size when it is fixed, also where a symbol was specialised to a number; else None."""
-    if isinstance(size, torch.SymInt):
-        fixed = size.node.maybe_as_int()
-        return None if fixed is None else int(fixed)
-    return int(size)
-
-
-def is_inplace(node: fx.Node) -> bool:
-    """Whether this node writes to its first argument."""
-    name = op_name(node)
-    if node.op == "call_method":
-        return name.endswith("_") and not name.endswith("__")
-    if node.op != "call_function":
-        return False
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.is_mutable and node.target.namespace == "aten"
-    return name in _INPLACE_FUNCTIONS or (
-        name.endswith("_") and not name.endswith("__") and name != "_"
-    )
-
-
-def is_static_input(node: fx.Node, example: object) -> bool:
-    """Whether a placeholder is a parameter or a buffer rather than an activation."""
-    if isinstance(example, torch.nn.Parameter) or isinstance(value(node), torch.nn.Parameter):
-        return True
-    tensor_dict = node.meta.get("tensor_dict") or {}
-    if "_dynamo_static_input_type" in tensor_dict:
-        return True
-    return any(mark in node.name for mark in ("_parameters_", "_buffers_"))
+_LOOKUPS = frozenset(("index", "index_select", "embedding", "getitem"))
 
 
 class DataFlow:
@@ -146,8 +49,9 @@ class DataFlow:
         constant: nodes with no data source upstream.
         inputs: node -> versions of the tensors (and sizes) that it reads, constants included.
         data_inputs, data_users: the same without constants.
-        replaced: outputs of blocks that were replaced -> what stands for them now; the rest of this object
-            describes the graph before any replacement.
+        replaced: outputs of blocks that were replaced -> what stands for them now; the rest of this
+            object describes the graph before any replacement.
+        erased: nodes that are no longer in the graph.
     """
 
     def __init__(self, graph: fx.Graph, parameters: Iterable[fx.Node]) -> None:
@@ -161,6 +65,7 @@ class DataFlow:
         self._trace_versions()
         self._classify()
         self.replaced: dict[fx.Node, fx.Node] = {}
+        self.erased: set[fx.Node] = set()
         self._post_dominators: dict[tuple[int, int], dict[fx.Node, fx.Node | None]] = {}
 
     # ---- versions
@@ -257,8 +162,9 @@ class DataFlow:
     def post_dominators(self, hidden: int, rows: int) -> dict[fx.Node, fx.Node | None]:
         """Immediate post-dominators, seen from the hidden states; None stands for the virtual end.
 
-        Only nodes count from which a float tensor of `rows` x `hidden` can be reached: losses, recorded ids and
-        token counters leave the block on paths that never meet the hidden states again.
+        Only nodes count from which a float tensor of `rows` x `hidden` can be reached: losses,
+        recorded ids and token counters leave the block on paths that never meet the hidden states
+        again.
         """
         key = (hidden, rows)
         if key not in self._post_dominators:
@@ -281,13 +187,13 @@ class DataFlow:
     def ancestors(
         self, roots: Iterable[fx.Node], *, stop: Iterable[fx.Node] = (), first: int = 0
     ) -> set[fx.Node]:
-        """Data ancestors of `roots` (included), not going past `stop` nor before position `first`."""
+        """Data ancestors of `roots` (included), up to `stop` and to position `first`."""
         return self._reach(roots, self.data_inputs, stop, lambda n: self.position[n] >= first)
 
     def descendants(
         self, roots: Iterable[fx.Node], *, stop: Iterable[fx.Node] = (), last: int | None = None
     ) -> set[fx.Node]:
-        """Data descendants of `roots` (included), not going past `stop` nor after position `last`."""
+        """Data descendants of `roots` (included), up to `stop` and to position `last`."""
         limit = len(self.nodes) if last is None else last
         return self._reach(roots, self.data_users, stop, lambda n: self.position[n] <= limit)
 
@@ -315,52 +221,40 @@ class DataFlow:
         Goes through views, casts, indexing by routing ids and selection of one expert.
 
         Returns:
-            The weight (a parameter, or a constant computed from parameters) and whether it was gathered
-            by a data-dependent index; None when the operand is an activation.
+            The weight (a parameter, or a constant computed from parameters) and whether it was
+            gathered by a data-dependent index; None when the operand is an activation.
         """
         gathered = False
-        while True:
-            if node in self.parameters:
-                return node, gathered
+        while node not in self.parameters:
             if node.op not in ("call_function", "call_method") or not node.all_input_nodes:
                 return None
             name = op_name(node)
-            first = node.all_input_nodes[0]
-            if (
-                name in ("index", "index_select", "embedding", "getitem")
-                and not self.constant[node]
-            ):
-                if not any(not self.constant[a] for a in node.all_input_nodes[1:]):
+            if self.constant[node] and name not in VIEWS | CASTS | {"getitem"}:
+                computed = is_float(node) and self.uses_parameters(node)
+                return (node, gathered) if computed else None
+            if not self.constant[node] and name in _LOOKUPS:
+                if all(self.constant[a] for a in node.all_input_nodes[1:]):
                     return None
                 gathered = True
-            elif self.constant[node]:
-                if name not in VIEWS | CASTS | {"getitem"}:
-                    return (
-                        (node, gathered) if is_float(node) and self.uses_parameters(node) else None
-                    )
-            elif name not in VIEWS | CASTS:
+            elif not self.constant[node] and name not in VIEWS | CASTS:
                 return None
+            first = node.all_input_nodes[0]
             if tensor(first) is None and name != "getitem":
                 return None
             node = first
+        return node, gathered
 
     @functools.cached_property
     def _parameter_users(self) -> set[fx.Node]:
         reached: set[fx.Node] = set(self.parameters)
         for node in self.nodes:
-            if node not in reached and self.constant[node]:
-                if any(a in reached for a in self.inputs[node]):
-                    reached.add(node)
+            if self.constant[node] and any(a in reached for a in self.inputs[node]):
+                reached.add(node)
         return reached
 
     def uses_parameters(self, node: fx.Node) -> bool:
         """Whether a constant node is computed from at least one parameter."""
         return node in self._parameter_users
-
-
-def is_hidden(node: fx.Node, hidden: int, rows: int) -> bool:
-    """Whether this node is a float tensor of `rows` rows and last size `hidden`."""
-    return is_float(node) and last_size(node) == hidden and num_rows(node) == rows
 
 
 def chain(immediate: dict[fx.Node, fx.Node | None], node: fx.Node) -> Iterator[fx.Node]:
@@ -376,23 +270,8 @@ def _immediate(flow: nx.DiGraph) -> dict[fx.Node, fx.Node | None]:
     return {n: None if d is _ROOT else d for n, d in immediate.items() if n is not _ROOT}
 
 
-def find_parameters(gm: fx.GraphModule, example_inputs: Sequence[object] | None) -> set[fx.Node]:
-    """Placeholders and attributes that are weights or buffers."""
-    found: set[fx.Node] = set()
-    examples = list(example_inputs or ())
-    index = 0
-    for node in gm.graph.nodes:
-        if node.op == "placeholder":
-            if is_static_input(node, examples[index] if index < len(examples) else None):
-                found.add(node)
-            index += 1
-        elif node.op == "get_attr":
-            found.add(node)
-    return found
-
-
 def id_bound(flow: DataFlow, ids: fx.Node) -> int | None:
-    """An upper bound (exclusive) of ids that a selection over a last axis made; None when they may be anything."""
+    """Exclusive upper bound of ids that a selection over a last axis made; None when unknown."""
     name = op_name(ids)
     reads = flow.data_inputs[ids]
     if name in ("cat", "concat", "stack", "concatenate"):

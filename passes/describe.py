@@ -1,27 +1,27 @@
-"""What a report says about a block besides its spec: its spelling, its shared expert, what of the router escapes."""
+"""What a report says about a block besides its spec.
+
+How the graph spells it, its shared expert, and what of its router is read elsewhere.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
 
-from moe_compiler.passes.dataflow import (
+from moe_compiler.passes.candidates import Candidate
+from moe_compiler.passes.dataflow import DataFlow
+from moe_compiler.passes.nodes import (
     CASTS,
     CONTRACTIONS,
     VIEWS,
-    DataFlow,
     is_float,
     op_name,
     shape_hint,
     tensor,
 )
 from moe_compiler.passes.subgraph import LOW_FLOATS, Slice
-
-if TYPE_CHECKING:
-    from moe_compiler.passes.match_moe import Candidate
 
 _GROUPED = frozenset({"_grouped_mm", "grouped_mm", "grouped_mm_fallback"})
 
@@ -97,7 +97,7 @@ class SharedExpert:
 
 
 def shared_expert(flow: DataFlow, x: fx.Node, output: fx.Node) -> SharedExpert:
-    """Look for a dense expert that is added to the routed result and computed from the same hidden states."""
+    """Look for a dense expert of the same hidden states that is added to the routed result."""
     node = output
     for _ in range(6):
         users = [u for u in flow.data_users[node] if is_float(u)]

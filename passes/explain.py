@@ -1,11 +1,11 @@
-"""Why the experts of a block are not those of a Mixture of Experts: one sentence, found by running it."""
+"""Why a block holds no Mixture of Experts: one sentence, found by running it."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from moe_compiler.passes.match_experts import (
+from moe_compiler.passes.expert_run import (
     TOLERANCE,
     ExpertRun,
     distinct_ids,
@@ -46,7 +46,10 @@ def _tokens_talk(
     alone = run(x, rerouted, weights, tensors)[1:]
     crowd = run(x, packed, weights, tensors)[1:2]
     if relative_error(alone, base[1:]) > TOLERANCE or relative_error(crowd, base[1:2]) > TOLERANCE:
-        return "a token's result depends on where other tokens are routed: an expert has a capacity and drops tokens"
+        return (
+            "a token's result depends on where other tokens are routed: an expert has a capacity and "
+            "drops tokens"
+        )
     return ""
 
 
@@ -64,8 +67,8 @@ def _not_a_sum(
         total += part
     if run.top_k > 1 and (lost or relative_error(total, base) > TOLERANCE):
         return (
-            f"its {run.top_k} expert results a token are not summed (a write without accumulation keeps one of them, "
-            "or the weights interact)"
+            f"its {run.top_k} expert results a token are not summed (a write without accumulation "
+            "keeps one of them, or the weights interact)"
         )
     return ""
 
@@ -91,5 +94,8 @@ def _experts_differ(run: ExpertRun, generator: torch.Generator, tensors: list[Te
         apart = (out - out[:1]).abs().amax(-1) > TOLERANCE * out.abs().max()
         if bool(apart.any()):
             expert = first + int(apart.nonzero()[0])
-            return f"its experts are not equal: with the same weights, expert {expert} computes another function than expert {first}"
+            return (
+                f"its experts are not equal: with the same weights, expert {expert} computes "
+                f"another function than expert {first}"
+            )
     return ""

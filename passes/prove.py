@@ -1,7 +1,7 @@
-"""Prove a candidate by running it: the sub-graph as it stands against the reference of a spec, in fp64.
+"""Prove a candidate by running it: the sub-graph as it stands against a spec's reference, in fp64.
 
-A spec is accepted only when both agree on random inputs under several routings. Equal slices (the same operators on
-the same shapes, in another layer) are proven once a process.
+A spec is accepted only when both agree on random inputs under several routings. Equal slices (the
+same operators on the same shapes, in another layer) are proven once a process.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, fx
@@ -25,28 +24,26 @@ from moe_compiler.ir import (
     Score,
 )
 from moe_compiler.passes import describe
-from moe_compiler.passes.dataflow import id_bound, num_rows, shape_hint, tensor
-from moe_compiler.passes.explain import explain_mismatch
-from moe_compiler.passes.match_experts import (
+from moe_compiler.passes.candidates import Candidate
+from moe_compiler.passes.dataflow import id_bound
+from moe_compiler.passes.expert_run import (
     TOLERANCE,
     ExpertRun,
-    NoSpec,
-    Operands,
     constants_of,
-    identify_operands,
     random_case,
     random_tensors,
     reference,
     relative_error,
 )
+from moe_compiler.passes.explain import explain_mismatch
+from moe_compiler.passes.match_experts import identify_operands
 from moe_compiler.passes.match_router import RouterMatch
+from moe_compiler.passes.nodes import num_rows, shape_hint, tensor
+from moe_compiler.passes.operands import NoSpecError, Operands
 from moe_compiler.passes.prove_router import prove_router, router_bias, router_signature
 from moe_compiler.passes.shrink import candidate_sizes
 from moe_compiler.passes.subgraph import SliceError, free_symbols
 from moe_compiler.reference import DTYPE_NAMES
-
-if TYPE_CHECKING:
-    from moe_compiler.passes.match_moe import Candidate
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +53,7 @@ NATIVE_TOLERANCE: Mapping[torch.dtype, float] = {
     torch.float32: 1e-3,
     torch.float64: 1e-9,
 }
-"""How far the sub-graph in its own dtypes may be from fp64: it has to be the same function with rounding, no more."""
+"""How far rounding may take the sub-graph, in its own dtypes, from fp64."""
 
 MAX_PROOF_BYTES = 6 << 30
 MAX_PROOF_FLOP = 4e11
@@ -103,7 +100,7 @@ def prove_region(candidate: Candidate, *, name: str, module_class: str) -> Prove
     """Prove a candidate.
 
     Raises:
-        NoSpec: the block computes something that no spec says; the text is the reason.
+        NoSpecError: the block computes something that no spec says; the text is the reason.
         SliceError: the block cannot be run by itself; the text is the reason.
     """
     key = _key(candidate)
@@ -118,7 +115,7 @@ def prove_region(candidate: Candidate, *, name: str, module_class: str) -> Prove
             outcome, proof=dataclasses.replace(outcome.proof, seconds=0.0, reused=True)
         )
     if outcome.spec is None:
-        raise NoSpec(outcome.reason)
+        raise NoSpecError(outcome.reason)
     return _at_full_size(candidate, outcome, name, module_class)
 
 
@@ -158,7 +155,7 @@ def _prove(candidate: Candidate) -> _Outcome:
             swapped = operands is not candidate.operands
             error = _check_experts(run, spec)
             break
-        except (NoSpec, SliceError) as failure:
+        except (NoSpecError, SliceError) as failure:
             # a reason at small sizes may come from the shrinking: the sizes as they are decide
             reason, spec = _explained(make_run(candidate.operands), failure), None
     router: RouterMatch | None = None
@@ -169,7 +166,7 @@ def _prove(candidate: Candidate) -> _Outcome:
             router, note = prove_router(candidate, spec.num_experts)
             if router is None:
                 _check_invalid_ids(run, spec, candidate, note)
-        except NoSpec as failure:
+        except NoSpecError as failure:
             spec, reason = None, str(failure)
     proof = Proof(
         max_error=max(error, router.max_error if router else 0.0),
@@ -190,14 +187,14 @@ def _prove(candidate: Candidate) -> _Outcome:
 
 def _explained(run: ExpertRun, failure: Exception) -> str:
     """The property of an MoE block that is missing, or what the matcher said."""
-    if isinstance(failure, NoSpec):
+    if isinstance(failure, NoSpecError):
         with contextlib.suppress(SliceError):
             return explain_mismatch(run) or str(failure)
     return str(failure)
 
 
 def _run_bytes(run: ExpertRun) -> int:
-    """Bytes of fp64 values that a run holds: weights are strided views of small buffers, so gathers decide."""
+    """Bytes of fp64 values that a run holds; gathers decide, as weights are views of small buffers."""
     inter = run.sizes.shape(run.operands.down[0])
     matrix = inter[-1] * inter[-2]
     routes = run.num_tokens * run.top_k
@@ -218,8 +215,8 @@ def _too_large(run: ExpertRun) -> str:
     flop = 6.0 * routes * inter[-1] * inter[-2]
     if size > MAX_PROOF_BYTES or flop > MAX_PROOF_FLOP:
         return (
-            f"its proof would need {size / 2**30:.1f} GiB and {flop / 1e9:.0f} GFLOP at sizes that cannot be shrunk; "
-            "compile with dynamic=True or fewer tokens"
+            f"its proof would need {size / 2**30:.1f} GiB and {flop / 1e9:.0f} GFLOP at sizes that "
+            "cannot be shrunk; compile with dynamic=True or fewer tokens"
         )
     return ""
 
@@ -228,7 +225,7 @@ def _check_experts(run: ExpertRun, spec: ExpertSpec) -> float:
     """Compare under several routings; the largest relative error.
 
     Raises:
-        NoSpec: they differ.
+        NoSpecError: they differ.
     """
     generator = torch.Generator().manual_seed(1)
     worst = 0.0
@@ -240,8 +237,9 @@ def _check_experts(run: ExpertRun, spec: ExpertSpec) -> float:
         case = (x, ids, weights)
         error = relative_error(reference(spec, case, tensors), run(*case, tensors))
         if not error < TOLERANCE:
-            raise NoSpec(
-                f"its experts differ from {spec.activation.name} under {label} (relative error {error:.1e})"
+            raise NoSpecError(
+                f"its experts differ from {spec.activation.name} under {label} (relative error "
+                f"{error:.1e})"
             )
         worst = max(worst, error)
     _check_native(run, spec, generator)
@@ -261,7 +259,7 @@ def _check_native(run: ExpertRun, spec: ExpertSpec, generator: torch.Generator) 
     )
     error = relative_error(expected, native.double())
     if not error < allowed:
-        raise NoSpec(
+        raise NoSpecError(
             f"in its own dtypes it is {error:.1e} away from fp64, more than rounding explains"
         )
 
@@ -269,10 +267,10 @@ def _check_native(run: ExpertRun, spec: ExpertSpec, generator: torch.Generator) 
 def _check_invalid_ids(
     run: ExpertRun, spec: ExpertSpec, candidate: Candidate, router_reason: str
 ) -> None:
-    """Ids of an unproven router may lie outside of [0, E): the block has to ignore such routes, or to fail on them.
+    """Ids of an unproven router may lie outside of [0, E): the block must ignore or reject them.
 
     Raises:
-        NoSpec: it uses them.
+        NoSpecError: it uses them.
     """
     generator = torch.Generator().manual_seed(2)
     num_experts = run.operands.num_experts
@@ -294,9 +292,9 @@ def _check_invalid_ids(
             continue
         error = relative_error(reference(spec, (x, ids, weights), tensors), seen)
         if not error < TOLERANCE:
-            raise NoSpec(
-                f"a route to id {invalid} means more than 'not routed' in it, it has {num_experts} experts, and its "
-                f"router may choose that id: {router_reason}"
+            raise NoSpecError(
+                f"a route to id {invalid} means more than 'not routed' in it, it has {num_experts} "
+                f"experts, and its router may choose that id: {router_reason}"
             )
 
 
@@ -305,12 +303,11 @@ def _at_full_size(candidate: Candidate, outcome: _Outcome, name: str, module_cla
     assert spec is not None
     operands = candidate.operands
     if outcome.swapped:
-        operands = dataclasses.replace(
-            operands, up=operands.up[::-1], up_bias=operands.up_bias[::-1]
-        )
+        operands = operands.exchanged()
     hidden = shape_hint(candidate.x)[-1]
     down = tensor(operands.down[0])
-    assert hidden is not None and down is not None
+    assert hidden is not None
+    assert down is not None
     axis = -1 if spec.w2_orientation.value == "out_in" else -2
     spec = dataclasses.replace(spec, hidden=hidden, intermediate=int(down.shape[axis]))
     router = outcome.router or RouterSpec(
@@ -318,7 +315,8 @@ def _at_full_size(candidate: Candidate, outcome: _Outcome, name: str, module_cla
     )
     dynamic = bool(free_symbols([candidate.x]))
     output, x = tensor(candidate.output), tensor(candidate.x)
-    assert output is not None and x is not None
+    assert output is not None
+    assert x is not None
     shared = describe.shared_expert(candidate.flow, candidate.x, candidate.output)
     region = MoERegion(
         name=name,

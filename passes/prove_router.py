@@ -1,20 +1,16 @@
-"""Cut the router of a candidate out of its graph and hand it to `match_router` as a function of logits and bias."""
+"""Cut the router of a candidate out of its graph and hand it to `match_router` as a function."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, fx
 
-from moe_compiler.passes.dataflow import op_name, shape_hint, tensor
+from moe_compiler.passes.candidates import Candidate
 from moe_compiler.passes.match_router import NoMatchReason, RouterMatch, match_router
+from moe_compiler.passes.nodes import op_name, shape_hint, tensor
 from moe_compiler.passes.router_probe import RouterProblem
 from moe_compiler.passes.shrink import candidate_sizes
 from moe_compiler.passes.subgraph import Runner, Sizes, Slice, SliceError, cut, float_scalars
-
-if TYPE_CHECKING:
-    from moe_compiler.passes.match_moe import Candidate
 
 
 def router_slice(candidate: Candidate) -> Slice | str:
@@ -73,7 +69,8 @@ def prove_router(candidate: Candidate, num_experts: int) -> tuple[RouterMatch | 
     """Find and prove the router.
 
     Returns:
-        The match and "", or the match with a note why the op may not absorb it, or None with the reason.
+        The match and "", or the match with a note why the op may not absorb it, or None with the
+        reason.
     """
     part = router_slice(candidate)
     if isinstance(part, str):
@@ -103,7 +100,8 @@ def prove_router(candidate: Candidate, num_experts: int) -> tuple[RouterMatch | 
 def _problem(candidate: Candidate, part: Slice, sizes: Sizes) -> RouterProblem:
     function = _RouterFunction(part, sizes)
     logits, weights = tensor(part.inputs[0]), tensor(candidate.weights)
-    assert logits is not None and weights is not None
+    assert logits is not None
+    assert weights is not None
     bias = tensor(part.weights[0]) if part.weights else None
     return RouterProblem(
         run=function,

@@ -1,32 +1,41 @@
 """Put `moeflex::moe_layer` in the place of a proven block.
 
-The graph may be a torch-level one with in-place operators, so `graph.eliminate_dead_code()` is never called: it would
-delete cache updates. Only nodes that nothing reads any more, and that wrote to nothing but memory of their own block,
-are erased.
+The graph may be a torch-level one with in-place operators, so `graph.eliminate_dead_code()` is never
+called: it would delete cache updates. Only nodes that nothing reads any more, and that wrote to
+nothing but memory of their own block, are erased.
 """
 
 from __future__ import annotations
 
 import functools
+import heapq
 
 import torch
 from torch import fx
 
 from moe_compiler.errors import MoeflexError
 from moe_compiler.ir import MoEPlan, Score
-from moe_compiler.passes.dataflow import DataFlow, is_inplace, op_name, tensor
+from moe_compiler.passes.dataflow import DataFlow
 from moe_compiler.passes.match_moe import Match
+from moe_compiler.passes.nodes import is_inplace, op_name, tensor
 from moe_compiler.reference import DTYPES
 
 _CHECKS = frozenset(
-    "_assert_scalar _assert_tensor_metadata _check _check_is_size sym_constrain_range "
-    "sym_constrain_range_for_size _assert_async".split()
+    (
+        "_assert_scalar",
+        "_assert_tensor_metadata",
+        "_check",
+        "_check_is_size",
+        "sym_constrain_range",
+        "sym_constrain_range_for_size",
+        "_assert_async",
+    )
 )
 """Nodes without a result that only watch values of the block; they go with it."""
 
 
 class ReplaceError(MoeflexError):
-    """A proven block cannot be cut out of its graph; the text is the reason, the graph is unchanged."""
+    """A proven block cannot be cut out; the text is the reason, the graph is unchanged."""
 
 
 def replace_region(
@@ -45,7 +54,8 @@ def replace_region(
         The node that now stands for the block's output.
 
     Raises:
-        ReplaceError: memory of the block is aliased in a way that the replacement would change; nothing was edited.
+        ReplaceError: memory of the block is aliased in a way that the replacement would change;
+            nothing was edited.
     """
     _refuse_aliases(flow, match)
     graph = gm.graph
@@ -53,7 +63,8 @@ def replace_region(
     assert output is not None
     with graph.inserting_before(match.output):
         if absorb_router:
-            assert match.logits is not None and plan.router.score is not Score.EXTERNAL
+            assert match.logits is not None
+            assert plan.router.score is not Score.EXTERNAL
             router = [match.logits] + ([match.router_bias] if match.router_bias else [])
         else:
             router = [match.ids, _sparse_weights(graph, match)]
@@ -66,7 +77,7 @@ def replace_region(
         layer.meta = _meta(match.output, output.reshape(-1, output.shape[-1]))
         result = layer if output.ndim == 2 else _like_output(graph, match, layer, flow)
     _redirect(flow, match, result)
-    _erase(graph, match, keep={layer, result})
+    _erase(graph, match, flow, keep={layer, result})
     return result
 
 
@@ -90,23 +101,27 @@ def _sparse_weights(graph: fx.Graph, match: Match) -> fx.Node:
     if not match.region.dense_weights:
         return match.weights
     dense, ids = tensor(match.weights), tensor(match.ids)
-    assert dense is not None and ids is not None
+    assert dense is not None
+    assert ids is not None
     picked = graph.call_function(torch.gather, (match.weights, -1, match.ids))
     picked.meta = _meta(match.weights, dense.new_empty(ids.shape))
     return picked
 
 
 def _meta(origin: fx.Node, fake: torch.Tensor) -> dict[str, object]:
-    """Metadata of a new node: where it came from, and its fake value under the name the graph uses."""
+    """Metadata of a new node: where it came from, and its fake value."""
     key = "val" if "val" in origin.meta else "example_value"
-    kept = {k: origin.meta[k] for k in ("nn_module_stack", "stack_trace") if k in origin.meta}
+    kept: dict[str, object] = {
+        k: origin.meta[k] for k in ("nn_module_stack", "stack_trace") if k in origin.meta
+    }
     return {**kept, key: fake}
 
 
 def _like_output(graph: fx.Graph, match: Match, layer: fx.Node, flow: DataFlow) -> fx.Node:
-    """[T, H] back to the shape of the block's output; a [B, S, H] output has the leading sizes of x."""
+    """[T, H] back to the shape of the block's output."""
     output, x = tensor(match.output), tensor(match.x)
-    assert output is not None and x is not None
+    assert output is not None
+    assert x is not None
     if not any(isinstance(s, torch.SymInt) for s in output.shape):
         shaped = graph.call_method("reshape", (layer, tuple(int(s) for s in output.shape)))
         if "val" in match.output.meta:
@@ -142,10 +157,17 @@ def _node_of_shape(match: Match) -> fx.Node:
 
 def _refuse_aliases(flow: DataFlow, match: Match) -> None:
     output, x = tensor(match.output), tensor(match.x)
-    assert output is not None and x is not None
-    if output.ndim != 2 and any(isinstance(s, torch.SymInt) for s in output.shape):
-        if tuple(output.shape) != tuple(x.shape):
-            _node_of_shape(match)
+    assert output is not None
+    assert x is not None
+    dynamic = any(isinstance(s, torch.SymInt) for s in output.shape)
+    if output.ndim != 2 and dynamic and tuple(output.shape) != tuple(x.shape):
+        _node_of_shape(match)
+    _refuse_writes(flow, match)
+    _refuse_late_views(flow, match)
+
+
+def _refuse_writes(flow: DataFlow, match: Match) -> None:
+    """The op reads its inputs where the output stood, and writes to nothing."""
     end = flow.position[match.output]
     for node in (match.x, match.ids, match.weights):
         if flow.version_at(node, end) not in (node, flow.version_at(node, flow.position[node] + 1)):
@@ -154,14 +176,19 @@ def _refuse_aliases(flow: DataFlow, match: Match) -> None:
     for node in match.body:
         if is_inplace(node) and flow.storage(node) not in body:
             raise ReplaceError(f"'{node.name}' writes to memory from outside of the block")
+
+
+def _refuse_late_views(flow: DataFlow, match: Match) -> None:
+    """Nobody may look at the memory of the output through a view that the block made."""
+    end = flow.position[match.output]
     storage = flow.storage(match.output)
-    if storage in body:
-        for node in match.body:
-            if node is match.output or flow.storage(node) is not storage:
-                continue
-            is_view = node is not storage and not is_inplace(node)
-            if is_view and any(flow.position[u] > end for u in node.users):
-                raise ReplaceError(f"'{node.name}' looks at the result's memory after the block")
+    if storage not in match.body:
+        return
+    for node in match.body:
+        if node in (match.output, storage) or is_inplace(node) or flow.storage(node) is not storage:
+            continue
+        if any(flow.position[u] > end for u in node.users):
+            raise ReplaceError(f"'{node.name}' looks at the result's memory after the block")
 
 
 def _redirect(flow: DataFlow, match: Match, result: fx.Node) -> None:
@@ -181,20 +208,38 @@ def _redirect(flow: DataFlow, match: Match, result: fx.Node) -> None:
                 user.replace_input_with(name, result)
 
 
-def _erase(graph: fx.Graph, match: Match, keep: set[fx.Node]) -> None:
+def _erase(graph: fx.Graph, match: Match, flow: DataFlow, keep: set[fx.Node]) -> None:
     """Erase the body, the size checks on it, and what of the router nothing reads any more."""
-    doomed = set(match.body) - keep
-    for node in graph.nodes:
-        if node not in doomed and _watches(node, doomed):
-            doomed.add(node)
+    doomed = _with_watchers(flow, set(match.body) - keep)
     doomed |= {n for n in match.nodes if not is_inplace(n)} - keep
-    for node in reversed(list(graph.nodes)):
-        if node in doomed and not node.users:
+    for node in sorted(doomed - flow.erased, key=flow.position.__getitem__, reverse=True):
+        if not node.users:
             graph.erase_node(node)
+            flow.erased.add(node)
+
+
+def _with_watchers(flow: DataFlow, doomed: set[fx.Node]) -> set[fx.Node]:
+    """Add the nodes that only watch doomed ones; in graph order, so that each is judged once."""
+    found = set(doomed)
+    waiting: list[int] = []
+
+    def enqueue(node: fx.Node) -> None:
+        for user in node.users:
+            if user in flow.position and user not in found:
+                heapq.heappush(waiting, flow.position[user])
+
+    for node in doomed:
+        enqueue(node)
+    while waiting:
+        node = flow.nodes[heapq.heappop(waiting)]
+        if node not in found and _watches(node, found):
+            found.add(node)
+            enqueue(node)
+    return found
 
 
 def _watches(node: fx.Node, doomed: set[fx.Node]) -> bool:
-    """Whether a node reads nothing but doomed tensors and does nothing but compute, or check, with them."""
+    """Whether a node reads doomed tensors alone and only computes, or checks, with them."""
     reads = node.all_input_nodes
     if node.op not in ("call_function", "call_method") or not reads:
         return False

@@ -1,20 +1,20 @@
 """Choose small sizes under which a slice still computes the same function.
 
-Shapes that Dynamo left symbolic get small values. Static sizes stand in the graph as integers; those of T, H and I
-are replaced consistently (2 I by twice the small I, T K by the small T times K, ...). A choice that makes an operator
-fail, or a proof that fails under it, is retried at the sizes as they are, so that shrinking can cost time and never
-correctness.
+Shapes that Dynamo left symbolic get small values. Static sizes stand in the graph as integers;
+those of T, H and I are replaced consistently (2 I by twice the small I, T K by the small T times K,
+and so on). Where a choice makes an operator or a proof fail, the sizes as they are decide: shrinking
+can cost time and never correctness.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import fx
 
-from moe_compiler.passes.dataflow import shape_hint
-from moe_compiler.passes.match_experts import Operands
+from moe_compiler.passes.nodes import shape_hint
+from moe_compiler.passes.operands import Operands
 from moe_compiler.passes.subgraph import Sizes, Slice, free_symbols
 
 SMALL_TOKENS = 16
@@ -94,8 +94,7 @@ def _explicit(
     return mapping if good else None
 
 
-def _put_tokens(part: Slice, tokens: int, top_k: int, put: object) -> bool:
-    assert callable(put)
+def _put_tokens(part: Slice, tokens: int, top_k: int, put: Callable[[int, int], bool]) -> bool:
     batch = 1
     # a [B, S, H] tensor somewhere in the slice tells how T splits
     for node in (*part.inputs, *part.outputs):
@@ -106,7 +105,7 @@ def _put_tokens(part: Slice, tokens: int, top_k: int, put: object) -> bool:
     if batch > SMALL_TOKENS:
         return False
     small = max(1, SMALL_TOKENS // batch)
-    return bool(
+    return (
         put(tokens // batch, small)
         and put(tokens, small * batch)
         and put(tokens * top_k, small * batch * top_k)

@@ -1,4 +1,4 @@
-"""A slice of an FX graph that can be executed by itself, in its own dtypes or in fp64, at its own sizes or smaller."""
+"""A slice of an FX graph that runs by itself: in its own dtypes or fp64, at its sizes or smaller."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.node import map_aggregate, map_arg
 from torch.utils._python_dispatch import _disable_current_modes
 
-from moe_compiler.passes.dataflow import (
+from moe_compiler.passes.dataflow import DataFlow
+from moe_compiler.passes.nodes import (
     CASTS,
     VIEWS,
-    DataFlow,
     is_float,
     op_name,
     size_hint,
@@ -76,7 +76,7 @@ class Slice:
 def _leaf_signature(node: fx.Node) -> str:
     found = value(node)
     if isinstance(found, Tensor):
-        sizes = ["s" if isinstance(s, torch.SymInt) else str(s) for s in found.shape]
+        sizes = ["s" if (fixed := static_size(s)) is None else str(fixed) for s in found.shape]
         return f"tensor {found.dtype} {sizes}"
     if isinstance(found, torch.SymFloat):
         return f"value {float(found)!r}"
@@ -101,7 +101,8 @@ def cut(
     seen: set[fx.Node] = set()
     weights: list[fx.Node] = []
     scalars: list[fx.Node] = []
-    stack = [n for n in outputs]
+    first = min((flow.position[n] for n in inputs), default=0)
+    stack = list(outputs)
     while stack:
         node = stack.pop()
         if node in seen or node in stop:
@@ -109,7 +110,9 @@ def cut(
         seen.add(node)
         if len(seen) > limit:
             raise SliceError(f"more than {limit} nodes")
-        kind = _leaf_kind(flow, node)
+        # what lies before every input and is data cannot come from them: the search ends at once
+        outside = flow.position[node] < first and not flow.constant[node]
+        kind = "foreign" if outside else _leaf_kind(flow, node)
         if kind == "weight":
             weights.append(node)
         elif kind == "scalar":
@@ -138,7 +141,7 @@ def _describe(node: fx.Node) -> str:
 
 
 def _is_known_size(node: fx.Node) -> bool:
-    """Whether a node reads a size off a tensor (as ATen graphs do, from any tensor) that is known before the run."""
+    """Whether a node reads a size, known before the run, off any tensor (as ATen graphs do)."""
     found = value(node)
     sized = isinstance(found, torch.SymInt) and op_name(node) in ("sym_size", "sym_numel")
     return sized and not torch.fx.experimental.symbolic_shapes.free_unbacked_symbols(found)
@@ -170,7 +173,7 @@ def _leaf_kind(flow: DataFlow, node: fx.Node) -> str:
 
 
 def _scalar_source(flow: DataFlow, node: fx.Node) -> bool:
-    """Whether a number comes from a Python float of the model, which Dynamo passes in as a 0-d tensor."""
+    """Whether a number is a Python float of the model, passed in by Dynamo as a 0-d tensor."""
     return node.op == "placeholder" or all(
         a.op == "placeholder" and (t := tensor(a)) is not None and t.ndim == 0
         for a in flow.inputs[node]
@@ -254,8 +257,10 @@ class Runner:
         """Run the slice.
 
         Args:
-            values: one tensor for each of `part.inputs` and `part.weights`; they are not written to.
-            precise: every float dtype in the slice is replaced by fp64. The values have to be fp64 then.
+            values: one tensor for each of `part.inputs` and `part.weights`; they are not written
+                to.
+            precise: every float dtype in the slice is replaced by fp64. The values have to be fp64
+                then.
 
         Raises:
             SliceError: an operator failed; the text names it.
@@ -323,13 +328,14 @@ class Runner:
             return args[0].double()
         if node.op == "call_method":
             return getattr(args[0], name)(*args[1:], **kwargs)
-        assert node.op == "call_function" and callable(node.target)
+        assert node.op == "call_function"
+        assert callable(node.target)
         return node.target(*args, **kwargs)
 
 
 @contextlib.contextmanager
 def _plain_execution(precise: bool) -> Iterator[None]:
-    """No fake tensors, no modes, no autocast, no gradients, CPU; factories make fp64 when `precise`."""
+    """No fake tensors, modes, autocast or gradients; CPU; factories make fp64 when `precise`."""
     default = torch.get_default_dtype()
     with (
         unset_fake_temporarily(),
@@ -357,7 +363,7 @@ def _grouped_mm(
     bias: Tensor | None = None,
     out_dtype: Any = None,
 ) -> Tensor:
-    """Grouped GEMM in any float dtype: x [S, in] with row offsets, weight [E, in, out]; rows past the end are NaN."""
+    """Grouped GEMM: x [S, in] with row offsets, weight [E, in, out]; rows past the end are NaN."""
     if x.ndim != 2 or weight.ndim != 3 or offs is None or bias is not None:
         raise SliceError("a grouped GEMM of this form has no reference")
     out = torch.full((x.shape[0], weight.shape[-1]), float("nan"), dtype=x.dtype)
@@ -383,19 +389,3 @@ _REPLACED: dict[str, Callable[..., Any]] = {
     "grouped_mm": _grouped_mm,
     "grouped_mm_fallback": _grouped_mm,
 }
-
-
-def small_view(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Random values of `shape` as overlapping strided views of one small buffer.
-
-    The first axis of a weight moves by 97 elements, the second by 61, the last by 1, so that a whole layer of a large
-    model costs some thousand numbers, and no two axes can be confused with each other.
-    """
-    steps = (1, 61, 97, 193, 389)[: len(shape)]
-    strides = tuple(reversed(steps))
-    length = 1 + sum(
-        (size - 1) * stride for size, stride in zip(shape, strides, strict=True) if size
-    )
-    scale = max(1, shape[-1]) ** -0.5 if len(shape) > 1 else 0.5
-    buffer = torch.randn(max(1, length), generator=generator, dtype=torch.float64) * scale
-    return buffer.to(dtype).as_strided(tuple(shape), strides)
