@@ -10,9 +10,8 @@ import torch
 from torch import fx
 
 from moe_compiler.model_report import BlockGraph, GraphNode, OutsideNode, Stage
-from moe_compiler.passes.dataflow import DataFlow
+from moe_compiler.passes.dataflow import CONTRACTIONS, DataFlow, op_name, tensor
 from moe_compiler.passes.match_moe import Match
-from moe_compiler.passes.dataflow import CONTRACTIONS, op_name, tensor
 from moe_compiler.reference import DTYPE_NAMES
 
 MAX_GRAPH_NODES = 150

@@ -113,8 +113,8 @@ def _blocks_table(groups: Iterable[BlockGroup], out: Console) -> Table:
     )
     for name in columns if wide else ("block", "router", "experts", "runs on, proof"):
         table.add_column(name, overflow="fold")
-    for column in ("bytes", "a token reads") if wide else ("bytes, a token reads",):
-        table.add_column(column, justify="right")
+    for column in ("bytes", "a token reads") if wide else ("bytes\na token",):
+        table.add_column(column, justify="right", no_wrap=True)
     for group in groups:
         facts = [escape(text) for text in _facts(group)]
         facts[0] = f"[green]{facts[0]}[/]"
