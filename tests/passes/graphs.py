@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 
 from moe_compiler.ir import GateLayout, MoEPlan, Orientation, RouterSpec, Score, WeightPosition
+from moe_compiler.passes.dataflow import DataFlow
 from moe_compiler.passes.match_moe import MatchResult, find_regions
 from moe_compiler.passes.replace import replace_region
 from moe_compiler.reference import activate
@@ -160,3 +161,32 @@ class SpelledExperts(nn.Module):
             y = y * weight if spec.weight_position is WeightPosition.OUTPUT else y
             out.index_add_(0, token, y)
         return out
+
+
+class Built:
+    """A torch-level graph written node by node, each executed to know its value."""
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+
+    def input(self, name: str, example: torch.Tensor) -> fx.Node:
+        """A placeholder."""
+        node = self.graph.placeholder(name)
+        node.meta["example_value"] = example
+        return node
+
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A call of a method (a name) or of a function."""
+        method = isinstance(target, str)
+        node = self.graph.create_node(
+            "call_method" if method else "call_function", target, args, kwargs
+        )
+        values: Any = fx.node.map_arg((args, kwargs), lambda n: n.meta["example_value"])
+        call = (lambda x, *rest, **named: getattr(x, target)(*rest, **named)) if method else target
+        node.meta["example_value"] = call(*values[0], **values[1])
+        return node
+
+    def flow(self, *outputs: fx.Node, parameters: Sequence[fx.Node] = ()) -> DataFlow:
+        """End the graph and trace its data flow."""
+        self.graph.output(outputs)
+        return DataFlow(self.graph, parameters)
