@@ -90,19 +90,13 @@ def default_cells() -> Iterator[Cell]:
 _TABLE = {
     "grouped_mm": (
         ("prefill", False, "bf16", "torch"),
-        ("prefill", True, "fp32", "aten"),
-        ("decode_dynamic_cache", True, "bf16", "torch"),
-        ("decode_static_cache", False, "fp32", "torch"),
+        ("decode_static_cache", True, "fp32", "torch"),
     ),
     "batched_mm": (
-        ("prefill", True, "fp32", "torch"),
-        ("prefill", False, "bf16", "aten"),
-        ("decode_static_cache", True, "bf16", "torch"),
+        ("prefill", True, "fp32", "aten"),
+        ("decode_dynamic_cache", False, "bf16", "torch"),
     ),
-    "eager": (
-        ("prefill", True, "bf16", "torch"),
-        ("decode_dynamic_cache", False, "fp32", "torch"),
-    ),
+    "eager": (("decode_dynamic_cache", True, "fp32", "torch"),),
 }
 _TABLE[""] = _TABLE["grouped_mm"]
 
