@@ -9,8 +9,8 @@ The policy, by the device of the region's tensors:
   far faster than gathered weights.
 * any other device: Inductor. This version has no target for it.
 
-A region that rounds to a narrower dtype inside (an explicit cast, autocast) stays with Inductor:
-the op computes in one dtype and would not round where the model does.
+A region that casts its GEMMs down (explicitly, or by autocast) keeps those casts: the op gets the
+cast tensors and rounds where the graph does. One that rounds further inside stays with Inductor.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import fx
 
 from moe_compiler.ir import MoEPlan, MoERegion, RouterSpec, Score
 from moe_compiler.options import Options
-from moe_compiler.reference import DTYPE_NAMES
+from moe_compiler.reference import DTYPE_NAMES, DTYPES
 from moe_compiler.runtime import cpu_target
 
 log = logging.getLogger(__name__)
@@ -105,8 +105,7 @@ def place(match: Any, options: Options, *, device_type: str = "") -> Placement:
         return Placement(target="", reason=reason)
     plans = plans_for(match.region, options)
     x_dtype, *weight_dtypes = (
-        DTYPE_NAMES.get(value.dtype, str(value.dtype))
-        for value in (_value(node) for node in (match.x, *match.experts))
+        _op_dtype(_value(node).dtype, match.region.gemm_dtype) for node in (match.x, *match.experts)
     )
     if cpu_compiler_missing():
         return Placement(
@@ -137,6 +136,8 @@ def _narrowing(match: Any) -> str:
     compute = functools.reduce(
         torch.promote_types, (_value(node).dtype for node in (match.x, *match.experts))
     )
+    # Rounding of the GEMMs alone is in the plan.
+    compute = DTYPES.get(match.region.gemm_dtype, compute)
     for node in match.body:
         value = _value(node)
         if node is match.output or not isinstance(value, torch.Tensor):
@@ -147,6 +148,13 @@ def _narrowing(match: Any) -> str:
                 f"its inputs are {compute}; the op computes in one dtype"
             )
     return ""
+
+
+def _op_dtype(dtype: torch.dtype, gemm_dtype: str) -> str:
+    """Name of the dtype in which the op takes a tensor: cast down where the GEMMs are."""
+    narrow = DTYPES.get(gemm_dtype, dtype)
+    taken = narrow if narrow.itemsize < dtype.itemsize else dtype
+    return DTYPE_NAMES.get(taken, str(taken))
 
 
 def _value(node: fx.Node) -> Any:
