@@ -67,6 +67,7 @@ def read_gbps() -> float:
 
 
 def median_of(call: Call, inputs: list[Tensor]) -> float:
+    """Median seconds over the inputs, the first left out."""
     times = []
     for x in inputs:
         start = time.perf_counter()
@@ -75,7 +76,9 @@ def median_of(call: Call, inputs: list[Tensor]) -> float:
     return statistics.median(times[1:])
 
 
-def interleave(calls: dict[str, Call], make_input: Callable[[], Tensor], budget_s: float) -> dict[str, list[float]]:
+def interleave(
+    calls: dict[str, Call], make_input: Callable[[], Tensor], budget_s: float
+) -> dict[str, list[float]]:
     """Seconds of each contender: they take turns until the budget is used, at least five rounds."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     started = time.perf_counter()
@@ -111,13 +114,17 @@ class Contenders:
         self.backend = backend
 
     def make_input(self, tokens: int) -> Tensor:
+        """Fresh random tokens [1, T, H]."""
         return torch.randn(1, tokens, self.shape[2]).to(self.dtype)
 
     def calls(self, tokens: int) -> tuple[dict[str, Call], dict[str, str]]:
         """Contenders that run at this token count, and why the others do not."""
         torch._dynamo.reset()
         calls: dict[str, Call] = {
-            "ours": torch.compile(self.ours_block, backend=self.backend, dynamic=False),
+            # strict: a block that was left to Inductor, or a failed build, raises instead of being timed as ours
+            "ours": torch.compile(
+                self.ours_block, backend=self.backend, dynamic=False, options={"strict": True}
+            ),
             "inductor_grouped": torch.compile(self.grouped, dynamic=False),
             "eager": self.plain,
             "matmul": self.matmul(tokens),
@@ -146,6 +153,7 @@ class Contenders:
         return time.perf_counter() - start
 
     def matmul(self, tokens: int) -> Call:
+        """One plain matmul of the experts' FLOPs."""
         _, top_k, hidden, intermediate = self.shape
         a = torch.randn(tokens * top_k, hidden).to(self.dtype)
         b = torch.randn(3 * intermediate, hidden).to(self.dtype)
@@ -168,7 +176,10 @@ def check_same(contenders: Contenders, calls: dict[str, Call]) -> None:
             raise RuntimeError(f"{name} differs from eager by {error:.3g}")
 
 
-def measure(contenders: Contenders, name: str, dtype: str, tokens: int, gbps: float, budget_s: float) -> dict[str, Any]:
+def measure(
+    contenders: Contenders, name: str, dtype: str, tokens: int, gbps: float, budget_s: float
+) -> dict[str, Any]:
+    """One row: the contenders' medians at one token count."""
     calls, skipped = contenders.calls(tokens)
     if tokens == 16:
         check_same(contenders, calls)
@@ -178,11 +189,20 @@ def measure(contenders: Contenders, name: str, dtype: str, tokens: int, gbps: fl
     _, top_k, hidden, intermediate = contenders.shape
     flop = 6 * tokens * top_k * hidden * intermediate
     best = min(medians[k] for k in ("inductor_grouped", "inductor_batched") if k in medians)
-    row: dict[str, Any] = {"model": name, "dtype": dtype, "tokens": tokens, "layout": "single", "routing": "random"}
+    row: dict[str, Any] = {
+        "model": name,
+        "dtype": dtype,
+        "tokens": tokens,
+        "layout": "single",
+        "routing": "random",
+    }
     row |= {f"{key}_us": round(value, 1) for key, value in medians.items()}
     row |= {f"{key}_us": None for key in skipped}
     row["floor_us"] = round(max(contenders.active_bytes(tokens) / gbps / 1e3, medians["matmul"]), 1)
-    row["spread"] = [round(ours[len(ours) // 10] * 1e6, 1), round(ours[len(ours) * 9 // 10] * 1e6, 1)]
+    row["spread"] = [
+        round(ours[len(ours) // 10] * 1e6, 1),
+        round(ours[len(ours) * 9 // 10] * 1e6, 1),
+    ]
     row["rounds"] = len(ours)
     row["ours_gflops"] = round(flop / medians["ours"] / 1e3, 1)
     row["speedup_over_better_inductor"] = round(best / medians["ours"], 2)
@@ -192,6 +212,7 @@ def measure(contenders: Contenders, name: str, dtype: str, tokens: int, gbps: fl
 
 
 def show(rows: list[dict[str, Any]], note: str) -> None:
+    """Print the table."""
     table = Table(title=f"One MoE block on a CPU, medians in us ({note})")
     columns = ("ours", *PEERS, "floor")
     for heading in ("shape", "dtype", "T", *columns, "x over better Inductor"):
@@ -214,6 +235,7 @@ def show(rows: list[dict[str, Any]], note: str) -> None:
 
 
 def main() -> None:
+    """Run, write, print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtypes", default="bf16,fp32")

@@ -34,8 +34,8 @@ class Compute(Name):
 _TYPES = {"bf16": "moeflex::bf16", "fp16": "moeflex::fp16", "fp32": "float", "fp64": "double"}
 _ELEMENT = {Compute.BF16: "bf16", Compute.F32: "fp32", Compute.F64: "fp64"}
 # Up to this many rows an expert's weights are streamed where they lie; above, they are packed into panels
-# (benchmarks/cpu_layer.py on Zen 4).
-_DIRECT_ROWS = {Compute.BF16: 16, Compute.F32: 16, Compute.F64: 0}
+# (CPU time of one thread on Zen 4, T = 1, 16, 256).
+_DIRECT_ROWS = {Compute.BF16: 6, Compute.F32: 16, Compute.F64: 0}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,9 +118,7 @@ def unsupported(plan: MoEPlan, x_dtype: str, weight_dtypes: Sequence[str]) -> st
     return None if min(sizes) > 0 else f"the layer is empty: E, H, I = {sizes}"
 
 
-def choose_config(
-    plan: MoEPlan, x_dtype: str, weight_dtypes: Sequence[str], isa: Isa
-) -> CpuConfig:
+def choose_config(plan: MoEPlan, x_dtype: str, weight_dtypes: Sequence[str], isa: Isa) -> CpuConfig:
     """Pick the kernel of `plan` for these dtypes on `isa`.
 
     Raises:

@@ -172,9 +172,7 @@ def build(unit: Unit) -> BuildReport:
     report = BuildReport(
         name=unit.name, seconds=time.perf_counter() - start, cached=cached, path=str(artifact)
     )
-    log.info(
-        "%s: %s in %.2f s", unit.entry_name, "found" if cached else "built", report.seconds
-    )
+    log.info("%s: %s in %.2f s", unit.entry_name, "found" if cached else "built", report.seconds)
     return report
 
 
@@ -233,10 +231,17 @@ def _make(root: Path, unit: Unit) -> None:
 def _run(unit: Unit, command: Sequence[str], work: Path) -> str:
     try:
         done = subprocess.run(
-            command, cwd=work, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+            command,
+            cwd=work,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
         )
     except OSError as error:
-        raise BuildError(f"{unit.name} was not built: {command[0]} does not start ({error})") from error
+        raise BuildError(
+            f"{unit.name} was not built: {command[0]} does not start ({error})"
+        ) from error
     if done.returncode == 0 and (work / unit.artifact_name).is_file():
         return done.stdout
     kept = work.parent / f"{unit.entry_name}.failed.txt"

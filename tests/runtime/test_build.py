@@ -83,7 +83,9 @@ def test_two_processes_build_one_entry(cache: Path) -> None:
     root = Path(__file__).resolve().parents[2]
     env = {**os.environ, "PYTHONPATH": str(root)}
     jobs = [
-        subprocess.Popen([sys.executable, "-c", code], cwd=root, env=env, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", code], cwd=root, env=env, stdout=subprocess.PIPE, text=True
+        )
         for _ in range(3)
     ]
     outputs = [job.communicate()[0].strip() for job in jobs]

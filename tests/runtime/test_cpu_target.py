@@ -6,7 +6,7 @@ import dataclasses
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,13 +105,12 @@ class Case:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compiled() -> Iterator[None]:
+def compiled() -> None:
     """The compiled library serves the op in this module; the builds of all cases start at once."""
     for case in ALL_CASES:
         prepare(case)
     cpu_target.wait()
     op.load_cpu_library(cpu_target.load_op_library)
-    yield
 
 
 def prepare(case: Case) -> None:
@@ -174,7 +173,9 @@ DTYPES = [
 KERNELS = [
     Case(dtype="bf16"),
     Case(dtype="fp32"),
-    Case(dtype="fp16", layout=GateLayout.NONE, activation=ActivationSpec(kind=ActivationKind.RELU2)),
+    Case(
+        dtype="fp16", layout=GateLayout.NONE, activation=ActivationSpec(kind=ActivationKind.RELU2)
+    ),
     Case(dtype="bf16", position=WeightPosition.INPUT),
 ]
 ALL_CASES = [*LAYOUTS, *ACTIVATIONS, *POSITIONS, *DTYPES, *KERNELS]
@@ -509,7 +510,12 @@ def test_a_forked_child_computes() -> None:
     root = Path(__file__).resolve().parents[2]
     env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "2"}
     done = subprocess.run(
-        [sys.executable, "-c", FORKED], cwd=root, env=env, timeout=120, capture_output=True, text=True
+        [sys.executable, "-c", FORKED],
+        cwd=root,
+        env=env,
+        timeout=120,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
 

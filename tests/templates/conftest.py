@@ -29,7 +29,15 @@ def compile_cpp(tmp_path_factory: pytest.TempPathFactory) -> Compile:
     def compile_cpp(source: Path, *flags: str) -> Path:
         target = folder / f"{source.stem}-{abs(hash(flags)):x}"
         done = subprocess.run(
-            [*compiler.command, "-std=c++17", *flags, f"-I{TEMPLATES}", str(source), "-o", str(target)],
+            [
+                *compiler.command,
+                "-std=c++17",
+                *flags,
+                f"-I{TEMPLATES}",
+                str(source),
+                "-o",
+                str(target),
+            ],
             capture_output=True,
             text=True,
             check=False,
