@@ -181,8 +181,9 @@ def test_requires_grad(form: str) -> None:
 def test_second_order_gradients_are_refused_as_torch_compile_does() -> None:
     model, x = Block(form="gather"), rand(9, 16).requires_grad_()
     y = torch.compile(model, backend=BACKEND)(x)
-    (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="double backward"):
+    # Which of the two statements refuses depends on what the compiled backward was built for.
+    with pytest.raises(RuntimeError, match="double backward|create_graph"):  # noqa: PT012
+        (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
         gradient.square().sum().backward()
 
 
