@@ -182,7 +182,7 @@ def test_second_order_gradients_are_refused_as_torch_compile_does() -> None:
     model, x = Block(form="gather"), rand(9, 16).requires_grad_()
     y = torch.compile(model, backend=BACKEND)(x)
     # Which of the two statements refuses depends on what the compiled backward was built for.
-    with pytest.raises(RuntimeError, match="double backward|create_graph"):  # noqa: PT012
+    with pytest.raises(RuntimeError, match=r"double backward|create_graph"):  # noqa: PT012
         (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
         gradient.square().sum().backward()
 
