@@ -7,6 +7,7 @@ Inductor as it came. Under `strict` the error is raised instead.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -179,6 +180,7 @@ class _Work:
         with self.stage("match"):
             from moe_compiler.passes.match_moe import find_regions
 
+            _remember_proofs()
             found = find_regions(self.gm, self.example_inputs)
             self.matches = list(found.matches)
             self.flow = found.flow
@@ -315,6 +317,17 @@ class _Work:
             warn_no_compiler(str(error))
             self.notes.append("no C++ compiler: the graph runs as plain torch")
             return self.gm.forward
+
+
+@functools.cache
+def _remember_proofs() -> None:
+    """Let proofs outlive the process; they hold for these sources and this torch."""
+    import torch
+
+    from moe_compiler.passes import prove
+    from moe_compiler.runtime.proof_cache import ProofFiles
+
+    prove.remember_in(ProofFiles(f"{inductor.source_digest()} torch {torch.__version__}"))
 
 
 def may_hold_moe(gm: fx.GraphModule) -> bool:

@@ -1,7 +1,7 @@
 """Prove a candidate by running it: the sub-graph as it stands against a spec's reference, in fp64.
 
 A spec is accepted only when both agree on random inputs under several routings. Equal slices (the
-same operators on the same shapes, in another layer) are proven once a process.
+same operators on the same shapes, in another layer) are proven once.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import threading
 import time
 from collections.abc import Mapping
 
@@ -40,6 +39,7 @@ from moe_compiler.passes.match_experts import identify_operands
 from moe_compiler.passes.match_router import RouterMatch
 from moe_compiler.passes.nodes import num_rows, shape_hint, tensor
 from moe_compiler.passes.operands import NoSpecError, Operands
+from moe_compiler.passes.outcome import Outcome, ProofMemory, ProofStore
 from moe_compiler.passes.prove_router import prove_router, router_bias, router_signature
 from moe_compiler.passes.shrink import candidate_sizes
 from moe_compiler.passes.subgraph import SliceError, free_symbols
@@ -74,26 +74,17 @@ class Proven:
     router_bias: fx.Node | None
 
 
-@dataclasses.dataclass(frozen=True)
-class _Outcome:
-    """What is remembered of a proof; `reason` when it failed."""
-
-    spec: ExpertSpec | None
-    swapped: bool
-    router: RouterSpec | None
-    router_note: str
-    proof: Proof
-    reason: str = ""
+_memory = ProofMemory()
 
 
-_proofs: dict[str, _Outcome] = {}
-_lock = threading.Lock()
+def remember_in(store: ProofStore | None) -> None:
+    """Keep proofs in this store, beyond the process."""
+    _memory.store = store
 
 
 def clear_proofs() -> None:
-    """Forget what was proven, as after `torch._dynamo.reset()`."""
-    with _lock:
-        _proofs.clear()
+    """Forget what this process has proven; a store keeps what it has."""
+    _memory.clear()
 
 
 def prove_region(candidate: Candidate, *, name: str, module_class: str) -> Proven:
@@ -104,16 +95,10 @@ def prove_region(candidate: Candidate, *, name: str, module_class: str) -> Prove
         SliceError: the block cannot be run by itself; the text is the reason.
     """
     key = _key(candidate)
-    with _lock:
-        outcome = _proofs.get(key)
+    outcome = _memory.get(key)
     if outcome is None:
         outcome = _prove(candidate)
-        with _lock:
-            _proofs[key] = outcome
-    else:
-        outcome = dataclasses.replace(
-            outcome, proof=dataclasses.replace(outcome.proof, seconds=0.0, reused=True)
-        )
+        _memory.put(key, outcome)
     if outcome.spec is None:
         raise NoSpecError(outcome.reason)
     return _at_full_size(candidate, outcome, name, module_class)
@@ -125,7 +110,7 @@ def _key(candidate: Candidate) -> str:
     return f"{candidate.part.signature()} {roles} {candidate.dense} {router}"
 
 
-def _prove(candidate: Candidate) -> _Outcome:
+def _prove(candidate: Candidate) -> Outcome:
     start = time.perf_counter()
     spec, swapped, run, error = None, False, None, 0.0
     reason = ""
@@ -175,7 +160,7 @@ def _prove(candidate: Candidate) -> _Outcome:
         seconds=time.perf_counter() - start,
         peak_bytes=_run_bytes(run) if run else 0,
     )
-    return _Outcome(
+    return Outcome(
         spec=spec,
         swapped=swapped,
         router=router.spec if router else None,
@@ -298,7 +283,7 @@ def _check_invalid_ids(
             )
 
 
-def _at_full_size(candidate: Candidate, outcome: _Outcome, name: str, module_class: str) -> Proven:
+def _at_full_size(candidate: Candidate, outcome: Outcome, name: str, module_class: str) -> Proven:
     spec = outcome.spec
     assert spec is not None
     operands = candidate.operands

@@ -68,9 +68,16 @@ class Slice:
         lines = [_leaf_signature(node) for node in self.leaves]
         for node in self.body:
             arguments = map_arg((node.args, node.kwargs), lambda n: f"%{number[n]}")
-            lines.append(f"{node.op} {op_name(node)} {arguments}")
+            lines.append(f"{node.op} {_target_name(node)} {arguments}")
         lines.append(f"return {[number[n] for n in self.outputs]}")
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _target_name(node: fx.Node) -> str:
+    """The operator, told from its namesakes in other modules, equal in every process."""
+    if node.op != "call_function" or isinstance(node.target, torch._ops.OpOverload):
+        return str(node.target)
+    return f"{getattr(node.target, '__module__', '')}.{op_name(node)}"
 
 
 def _leaf_signature(node: fx.Node) -> str:
