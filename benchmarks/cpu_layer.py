@@ -4,8 +4,8 @@
 
 The block is Hugging Face's Qwen3-MoE block (router, experts, weighted sum) with random weights. Ours is
 `torch.compile(block, backend="moeflex")`. Contenders take turns on fresh random inputs; a row holds medians.
-`matmul_us` is one `torch.mm` of the experts' FLOPs, the ceiling at large T; `floor_us` is the larger of the bytes of the
-active experts over the read bandwidth measured here and of that matmul.
+`matmul_us` is one `torch.mm` of the experts' FLOPs, the ceiling at large T; `floor_us` is the larger of the bytes of
+the active experts over the read bandwidth measured here and of that matmul.
 """
 
 from __future__ import annotations
