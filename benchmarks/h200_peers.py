@@ -1,7 +1,9 @@
-"""What the Hopper layer kernel is compared with: the torch chain and a fused Triton kernel, both in a CUDA graph.
+"""What the Hopper layer kernel is compared with: the torch chain and a fused Triton kernel, both
+in a CUDA graph.
 
-The Triton kernel is of the kind that serving engines use: routes sorted by expert and padded to the row tile, one
-grouped product a launch. Its sort is not timed (in its favour); the torch chain's is.
+The Triton kernel is of the kind that serving engines use: routes sorted by expert and padded to
+the row tile, one grouped product a launch. Its sort is not timed (in its favour); the torch
+chain's is.
 """
 
 from __future__ import annotations
@@ -116,7 +118,9 @@ def triton_tiles(rows_per_expert: float) -> list[dict[str, int]]:
 def triton_fused(
     x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, tile: dict[str, Any]
 ) -> Run:
-    """Two grouped products, SiLU times up, weighted sum; the alignment of the routes is done once, outside."""
+    """Two grouped products, SiLU times up, weighted sum; the alignment of the routes is done once,
+    outside.
+    """
     (T, H), K, (E, _, I) = x.shape, ids.shape[1], w2.shape
     routes, block = ids.numel(), tile["BM"]
     flat = ids.reshape(-1)

@@ -1,8 +1,8 @@
 """The CUDA kernel of one MoE layer: which one, with which constants, as source text.
 
-`choose_config` picks a `CudaConfig` from shapes alone (no GPU, no measurement in the user's first call); `render`
-writes the translation unit that names those choices. Everything with a branch or a loop is C++ under
-`templates/cuda`.
+`choose_config` picks a `CudaConfig` from shapes alone (no GPU, no measurement in the user's first
+call); `render` writes the translation unit that names those choices. Everything with a branch or a
+loop is C++ under `templates/cuda`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ from moe_compiler.ir import (
 
 MAX_EXPERTS = 512
 MAX_TOP_K = 32
-# A decode block keeps its route tables in shared memory; beyond this many routes the prefill kernel runs.
+# A decode block keeps its route tables in shared memory; beyond this many routes the prefill
+# kernel runs.
 MAX_DECODE_ROUTES = 4096
-# More rows an expert than this on average, and the prefill kernel's wide tiles win (GPU_FACTS 4 and 5).
+# More rows an expert than this on average, and the prefill kernel's wide tiles win.
 MAX_DECODE_ROWS_PER_EXPERT = 40.0
-# From this many rows an expert on, summing one half of the columns beside the products of the other pays for reading the
-# activations twice (H200, Qwen3-30B: -3 % at 512 rows an expert, +2 % at 128).
+# From this many rows an expert on, summing one half of the columns beside the products of the
+# other pays for reading the activations twice (H200, Qwen3-30B: -3 % at 512 rows an expert, +2 %
+# at 128).
 MIN_ROWS_TO_SLICE = 256.0
 
 
@@ -62,7 +64,8 @@ class CudaConfig:
         num_slabs: decode only: 64-row slabs of weights a unit; 0 for prefill.
         block_k: contraction elements a stage.
         max_routes: decode only: largest T * K that a launch may have; 0 for prefill (no limit).
-        num_slices: prefill only: the down projection runs in this many slices of columns; 0 for decode.
+        num_slices: prefill only: the down projection runs in this many slices of columns; 0 for
+            decode.
         watchdog: waits give up after two seconds and leave a diagnostic (for tests; slower).
     """
 
@@ -89,7 +92,7 @@ class CudaConfig:
 
     @property
     def paired(self) -> bool:
-        """Gate and up of a column are neighbours along a contiguous 2I axis (gpt-oss) and are loaded as one matrix."""
+        """Gate and up are neighbours along a contiguous 2I axis (gpt-oss): loaded as one matrix."""
         return self.interleaved and self.w13_mn_major
 
     @property
@@ -293,7 +296,8 @@ def _members(config: CudaConfig) -> dict[str, str]:
         members["int kMaxRoutes"] = str(config.max_routes)
     else:
         members["int kSlices"] = str(config.num_slices)
-        # 72 + 2 * 216 = 56 + 2 * 224 = 504 = 3 * 168 registers at entry: setmaxnreg can hand out no more.
+        # 72 + 2 * 216 = 56 + 2 * 224 = 504 = 3 * 168 registers at entry: setmaxnreg can hand out
+        # no more.
         members["int kLoadRegisters"] = "72" if config.num_slices > 1 else "56"
         members["int kMathRegisters"] = "216" if config.num_slices > 1 else "224"
     return members

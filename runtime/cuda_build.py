@@ -1,8 +1,8 @@
 """CUDA source -> checked cubin, on a machine with or without a GPU.
 
-NVRTC through `cuda.core` is used where it imports; `nvcc` is the fallback. A cubin is refused when ptxas serialised
-wgmma or ignored setmaxnreg (C7508, C7510, C7514), when it uses the stack (spills do), and, where a disassembler is
-found, when a k loop holds a gpu-wide fence.
+NVRTC through `cuda.core` is used where it imports; `nvcc` is the fallback. A cubin is refused when
+ptxas serialised wgmma or ignored setmaxnreg (C7508, C7510, C7514), when it uses the stack (spills
+do), and, where a disassembler is found, when a k loop holds a gpu-wide fence.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class CudaBinary:
         log: what the compiler said.
         seconds: wall time of the compilation, or of the look into the cache.
         cached: it was found in the build cache.
-        disassembled: whether the k loops were looked at now (they were, if at all, when it was built).
+        disassembled: whether the k loops were looked at (a disassembler was found).
     """
 
     name: str
@@ -136,9 +136,13 @@ def build(
     cubin, text = artifact.read_bytes(), (artifact.parent / "log.txt").read_text()
     resources = read_resources(cubin, entry)
     _refuse(name, text, resources, allow_stack)
-    disassembler = "" if report.cached else find_disassembler() or ""
+    # The cache holds refused builds too: only the marker says that the loops were looked at.
+    marker = artifact.parent / "loops_checked.txt"
+    disassembler = "" if marker.exists() else find_disassembler() or ""
     if disassembler:
         _refuse_fences(name, cubin, disassembler)
+        with contextlib.suppress(OSError):
+            marker.write_text(f"{disassembler}\n")
     return CudaBinary(
         name=name,
         entry=entry,
@@ -148,7 +152,7 @@ def build(
         log=text,
         seconds=report.seconds,
         cached=report.cached,
-        disassembled=bool(disassembler),
+        disassembled=bool(disassembler) or marker.exists(),
     )
 
 
@@ -224,7 +228,7 @@ def _nvrtc_version() -> str:
     return " ".join(f"{package}-{version}" for package, version in found.items())
 
 
-# ---- what the cubin says of itself -----------------------------------------------------------------------------------
+# ---- what the cubin says of itself
 
 _ATTRIBUTE_FRAME_SIZE, _ATTRIBUTE_MIN_STACK, _ATTRIBUTE_REGISTERS = 0x11, 0x12, 0x2F
 
@@ -256,7 +260,7 @@ def _attributes(blob: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def read_resources(cubin: bytes, entry: str) -> KernelResources:
-    """Registers and stack of `entry`, read from the ELF image, so that every compiler is judged alike.
+    """Registers and stack of `entry`, from the ELF image: every compiler is judged alike.
 
     Raises:
         BuildError: the image is no cubin, or has no such kernel.
@@ -299,7 +303,7 @@ _GPU_FENCE = re.compile(r"MEMBAR\.\S*(?:GPU|SYS)|CCTL\.IVALL")
 
 
 def find_loop_fences(sass: str) -> list[str]:
-    """Gpu-wide fences in innermost loops that multiply (HGMMA) or load (UTMALDG); empty means none."""
+    """Gpu-wide fences in innermost loops that multiply (HGMMA) or load (UTMALDG)."""
     code, labels = _parse(sass)
     loops = _natural_loops(code, labels)
     working = [
@@ -326,7 +330,7 @@ def _parse(sass: str) -> tuple[list[str], dict[str, int]]:
 
 
 def _natural_loops(code: list[str], labels: dict[str, int]) -> dict[int, set[int]]:
-    """Loop header -> positions of its body: what reaches a backward branch without passing the header."""
+    """Loop header -> its body: what reaches a backward branch without passing the header."""
     predecessors: dict[int, list[int]] = {i: [] for i in range(len(code))}
     back_edges = []
     for i, text in enumerate(code):

@@ -1,4 +1,6 @@
-"""The few driver calls that a layer launch needs, through ctypes: no package on the user's machine but the driver."""
+"""The few driver calls that a layer launch needs, through ctypes: no package on the user's machine
+but the driver.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,8 @@ class _LaunchConfig(ctypes.Structure):
 
 
 class TensorMap:
-    """An encoded CUtensorMap (128 bytes, 64-byte aligned) of a 16-bit tensor; reads beyond its edge give zeros.
+    """An encoded CUtensorMap (128 bytes, 64-byte aligned) of a 16-bit tensor; reads beyond its
+    edge give zeros.
 
     Args:
         address: of element 0.

@@ -1,6 +1,8 @@
-"""Compile one CUDA file with NVRTC: `python cuda_nvrtc.py SOURCE CUBIN ARCH INCLUDE_DIR`; prints what the compiler says.
+"""Compile one CUDA file with NVRTC: `python cuda_nvrtc.py SOURCE CUBIN ARCH INCLUDE_DIR`; prints
+what the compiler says.
 
-A process of its own, so that the build cache treats it as any compiler. It imports nothing of this package.
+A process of its own, so that the build cache treats it as any compiler. It imports nothing of this
+package.
 """
 
 from __future__ import annotations
