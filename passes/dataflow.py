@@ -39,6 +39,14 @@ _ALIASES = (VIEWS - {"clone"}) | _SPLITS | {"getitem", "to"}
 _LOOKUPS = frozenset(("index", "index_select", "embedding", "getitem"))
 
 
+def _ambient_autocast() -> torch.dtype | None:
+    """What autocast is while the graph is compiled, and so when it runs."""
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            return torch.get_autocast_dtype(device)
+    return None
+
+
 class DataFlow:
     """Versioned data flow of one graph.
 
@@ -107,6 +115,26 @@ class DataFlow:
             if index < position:
                 version = writer
         return version
+
+    @functools.cached_property
+    def _autocast_changes(self) -> list[tuple[int, torch.dtype | None]]:
+        """Positions at which autocast changes, and its dtype (None: off) from there on."""
+        changes = [(0, _ambient_autocast())]
+        opened: dict[fx.Node, torch.dtype | None] = {}
+        for index, node in enumerate(self.nodes):
+            name = op_name(node)
+            if name == "_enter_autocast":
+                opened[node] = changes[-1][1]
+                _, dtype, enabled, *_ = (*node.args, None, True)
+                changes.append((index, dtype if enabled else None))  # type: ignore[arg-type]
+            elif name == "_exit_autocast":
+                changes.append((index, opened.get(node.all_input_nodes[0])))
+        return changes
+
+    def autocast_at(self, node: fx.Node) -> torch.dtype | None:
+        """The dtype of autocast around a node; None where it is off."""
+        position = self.position[node]
+        return [dtype for index, dtype in self._autocast_changes if index <= position][-1]
 
     def storage(self, node: fx.Node) -> fx.Node:
         """The node that allocated the tensor of which `node` is a view or a version."""

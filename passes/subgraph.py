@@ -66,6 +66,7 @@ class Slice:
         """Text that is equal for slices that compute the same function (up to names of nodes)."""
         number = {node: i for i, node in enumerate(itertools.chain(self.leaves, self.body))}
         lines = [_leaf_signature(node) for node in self.leaves]
+        lines += [f"autocast {self.flow.autocast_at(node)}" for node in self.body[:1]]
         for node in self.body:
             arguments = map_arg((node.args, node.kwargs), lambda n: f"%{number[n]}")
             lines.append(f"{node.op} {_target_name(node)} {arguments}")
@@ -255,6 +256,7 @@ class Runner:
         for node in part.body:
             for read in node.all_input_nodes:
                 last[read] = node
+        self.autocast = part.flow.autocast_at(part.body[0]) if part.body else None
         kept = set(part.outputs)
         for read, user in last.items():
             if read not in kept:
@@ -272,7 +274,7 @@ class Runner:
         Raises:
             SliceError: an operator failed; the text names it.
         """
-        with _plain_execution(precise):
+        with _plain_execution(precise, None if precise else self.autocast):
             return self._run(values, precise)
 
     def _run(self, values: Mapping[fx.Node, Tensor], precise: bool) -> list[Tensor]:
@@ -341,15 +343,18 @@ class Runner:
 
 
 @contextlib.contextmanager
-def _plain_execution(precise: bool) -> Iterator[None]:
-    """No fake tensors, modes, autocast or gradients; CPU; factories make fp64 when `precise`."""
+def _plain_execution(precise: bool, autocast: torch.dtype | None) -> Iterator[None]:
+    """No fake tensors, modes or gradients; CPU; factories make fp64 when `precise`.
+
+    Autocast is as given, whatever it is around the compilation.
+    """
     default = torch.get_default_dtype()
     with (
         unset_fake_temporarily(),
         _disable_current_modes(),
         torch.inference_mode(False),
         torch.no_grad(),
-        torch.autocast("cpu", enabled=False),
+        torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None),
         torch.device("cpu"),
     ):
         torch.set_default_dtype(torch.float64 if precise else default)

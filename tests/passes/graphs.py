@@ -13,6 +13,7 @@ from moe_compiler.passes.dataflow import DataFlow
 from moe_compiler.passes.match_moe import MatchResult, find_regions
 from moe_compiler.passes.replace import replace_region
 from moe_compiler.reference import activate
+from moe_compiler.runtime import op  # noqa: F401  defines the op
 
 
 def capture(

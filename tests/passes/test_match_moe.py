@@ -216,3 +216,28 @@ def test_plan_of_a_region_travels_as_text() -> None:
     (block,) = graphs.match(Small(), torch.randn(9, 12)).matches
     plan = MoEPlan(router=block.region.router, experts=block.region.experts)
     assert MoEPlan.from_key(plan.key) == plan
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["in the model", "around the call"])
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast_is_seen(inside: bool, weights: torch.dtype) -> None:
+    class Cast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.moe = Small().to(weights)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast(
+                "cpu", torch.bfloat16, enabled=inside or torch.is_autocast_enabled("cpu")
+            ):
+                return self.moe(x)
+
+    module, x = Cast(), torch.randn(9, 12)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=not inside):
+        expected = module(x)
+        (block,) = graphs.match(module, x).matches
+        result, _, count = graphs.replaced(module, x)
+    assert count == 1
+    assert block.region.gemm_dtype == "bf16"
+    assert result.dtype == expected.dtype
+    torch.testing.assert_close(result, expected, rtol=5e-2, atol=5e-2)

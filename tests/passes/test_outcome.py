@@ -38,7 +38,9 @@ def test_round_trip(outcome: Outcome) -> None:
     assert Outcome.from_text(outcome.to_text()) == outcome
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"plan": 3}', OUTCOMES[0].to_text()[:200]])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", '{"plan": 3}', OUTCOMES[0].to_text()[:200]]
+)
 def test_damaged_text_is_no_outcome(text: str) -> None:
     assert Outcome.from_text(text) is None
 
@@ -63,7 +65,9 @@ def test_another_process_finds_the_proof(tmp_path, monkeypatch: pytest.MonkeyPat
     assert third.get("key") is None
 
 
-def test_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_that_cannot_be_written_is_no_error(
+    tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     blocked = tmp_path / "proofs"
     blocked.write_text("a file where the folder should be")
     monkeypatch.setenv("MOEFLEX_CACHE_DIR", str(tmp_path))
