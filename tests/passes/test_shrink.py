@@ -91,7 +91,7 @@ def test_every_choice_runs_or_is_refused(
         assert (run.top_k, run.operands.num_experts) == (2, experts)
         if dynamic and hidden not in leading:  # Dynamo takes an axis as long as H for static
             assert run.num_tokens <= 2 * SMALL_TOKENS
-        elif not sizes.literals:
+        elif not dynamic and not sizes.literals:
             assert (run.num_tokens, run.hidden) == (math.prod(leading), hidden)
     assert num_run
 
