@@ -11,16 +11,18 @@ import string
 from collections.abc import Sequence
 
 from moe_compiler.errors import PlanError
-from moe_compiler.ir import ActivationSpec, ExpertSpec, MoEPlan, Name, Score, WeightPosition
-
-
-class Isa(Name):
-    """An instruction set that the kernel is written for, narrow to wide."""
-
-    SCALAR = "scalar"  # plain C++; what the compiler makes of it
-    AVX2 = "avx2"
-    AVX512 = "avx512"
-    AVX512_BF16 = "avx512_bf16"
+from moe_compiler.ir import (
+    ActivationSpec,
+    CpuKernel,
+    ExpertSpec,
+    GateLayout,
+    Isa,
+    MoEPlan,
+    Name,
+    Orientation,
+    Score,
+    WeightPosition,
+)
 
 
 class Compute(Name):
@@ -177,6 +179,58 @@ def render(config: CpuConfig, template: str) -> str:
         position=config.weight_position.value,
         activation=act.kind.value,
         **{name: _number(getattr(act, name)) for name in limits},
+    )
+
+
+_ABI = 1
+_DTYPE_CODES = {"bf16": 0, "fp16": 1, "fp32": 2, "fp64": 3}
+_GATE_CODES = {
+    GateLayout.NONE: 0,
+    GateLayout.CONCAT: 1,
+    GateLayout.CONCAT_UP_FIRST: 2,
+    GateLayout.INTERLEAVED: 3,
+    GateLayout.INTERLEAVED_UP_FIRST: 4,
+    GateLayout.SEPARATE: 5,
+}
+
+
+def make_kernel(
+    plan: MoEPlan, x_dtype: str, weight_dtypes: Sequence[str], isa: Isa, template: str
+) -> CpuKernel:
+    """The kernel of `plan` for these dtypes on `isa`, rendered.
+
+    Raises:
+        PlanError: see `role_dtypes`.
+    """
+    spec = plan.experts
+    config = choose_config(plan, x_dtype, weight_dtypes, isa)
+    dtypes = role_dtypes(spec, weight_dtypes)
+    # `MoeflexLayerSpec` of templates/cpu/op_table.h
+    layer = {
+        "abi": _ABI,
+        "num_experts": spec.num_experts,
+        "hidden": spec.hidden,
+        "intermediate": spec.intermediate,
+        "top_k": plan.router.top_k,
+        "gate_layout": _GATE_CODES[spec.gate_layout],
+        "w13_out_in": spec.w13_orientation is Orientation.OUT_IN,
+        "w2_out_in": spec.w2_orientation is Orientation.OUT_IN,
+        "stacked": spec.stacked,
+        "has_b13": spec.has_b13,
+        "has_b2": spec.has_b2,
+        "x_dtype": _DTYPE_CODES[x_dtype],
+        "out_dtype": _DTYPE_CODES[plan.out_dtype or x_dtype],
+        "direct_rows": direct_rows(plan, config),
+        "isa": list(Isa).index(isa),
+        "num_roles": len(spec.tensor_roles),
+    }
+    return CpuKernel(
+        name=config.name,
+        source=render(config, template),
+        isa=isa,
+        plan_key=plan.key,
+        layer=tuple((name, int(entry)) for name, entry in layer.items()),
+        role_dtypes=tuple(_DTYPE_CODES[dtypes[role]] for role in spec.tensor_roles),
     )
 
 

@@ -318,6 +318,36 @@ class MoEPlan:
         return plan
 
 
+class Isa(Name):
+    """An instruction set that the kernel is written for, narrow to wide."""
+
+    SCALAR = "scalar"  # plain C++; what the compiler makes of it
+    AVX2 = "avx2"
+    AVX512 = "avx512"
+    AVX512_BF16 = "avx512_bf16"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CpuKernel:
+    """A rendered CPU kernel, and what the op library has to know to call it for one plan.
+
+    Attributes:
+        name: short name, for people and for the build cache.
+        source: the translation unit.
+        isa: instruction set to compile for.
+        plan_key: `MoEPlan.key` of the plan that it serves.
+        layer: fields of the C structure that describes the layer, by name.
+        role_dtypes: dtype code of each expert tensor role.
+    """
+
+    name: str
+    source: str
+    isa: Isa
+    plan_key: str
+    layer: tuple[tuple[str, int], ...]
+    role_dtypes: tuple[int, ...]
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
     """How a region was proven.

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from moe_compiler import cpu_kernels
 from moe_compiler.ir import MoEPlan, MoERegion, RouterSpec, Score
 from moe_compiler.options import Options
 from moe_compiler.reference import DTYPE_NAMES, DTYPES
@@ -112,7 +113,7 @@ def place(match: Any, options: Options, *, device_type: str = "") -> Placement:
             target=PLAIN, plan=plans[0], x_dtype=x_dtype, weight_dtypes=tuple(weight_dtypes)
         )
     for plan in plans:
-        reason = cpu_target.unsupported(plan, x_dtype, weight_dtypes) or ""
+        reason = cpu_kernels.unsupported(plan, x_dtype, weight_dtypes) or ""
         if not reason:
             return Placement(
                 target=CPU, plan=plan, x_dtype=x_dtype, weight_dtypes=tuple(weight_dtypes)
@@ -193,7 +194,7 @@ class Builds:
         for placement in placements:
             if placement.target == CPU and placement.plan is not None:
                 self._needed = True
-                cpu_target.prepare(placement.plan, placement.x_dtype, placement.weight_dtypes)
+                cpu_kernels.prepare(placement.plan, placement.x_dtype, placement.weight_dtypes)
 
     def finish(self) -> None:
         """Wait for the builds and let the built library serve the op.

@@ -126,7 +126,7 @@ class DataFlow:
             if name == "_enter_autocast":
                 opened[node] = changes[-1][1]
                 _, dtype, enabled, *_ = (*node.args, None, True)
-                changes.append((index, dtype if enabled else None))  # type: ignore[arg-type]
+                changes.append((index, dtype if enabled else None))
             elif name == "_exit_autocast":
                 changes.append((index, opened.get(node.all_input_nodes[0])))
         return changes

@@ -68,7 +68,7 @@ class Outcome:
             plan = None if fields["plan"] is None else MoEPlan.from_key(fields["plan"])
             external = plan is None or plan.router.score is Score.EXTERNAL
             return Outcome(
-                spec=plan and plan.experts,
+                spec=None if plan is None else plan.experts,
                 swapped=bool(fields["swapped"]),
                 router=None if external or plan is None else plan.router,
                 router_note=str(fields["router_note"]),

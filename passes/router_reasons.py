@@ -47,7 +47,7 @@ def _renumbered(logits: Tensor, ids: Tensor, problem: RouterProblem) -> bool:
     seen = wanted.sum(0) > 0
     partner = together.argmax(-1)
     always = together.gather(-1, partner.unsqueeze(-1)).squeeze(-1) == wanted.sum(0)
-    return bool(always[seen].all()) and partner[seen].unique().numel() == int(seen.sum())
+    return bool(always[seen].all()) and len(set(partner[seen].tolist())) == int(seen.sum())
 
 
 def explain_weights(

@@ -111,7 +111,8 @@ class Rules:
         wiggle = 1e-3 * torch.linspace(0, 1, num_experts, dtype=torch.float64)
         low, high = 0, num_groups - 1
         while True:
-            points = torch.linspace(low, high, num_points).round().long().unique()
+            even = torch.linspace(low, high, num_points).round().long()
+            points = torch.tensor(sorted(set(even.tolist())))
             good = torch.arange(num_experts) // size < points.unsqueeze(-1)
             logits = torch.where(good, 0.9, 0.05) + wiggle
             logits[:, -1] = 1.0

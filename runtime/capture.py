@@ -143,6 +143,7 @@ def fragment_reason(gm: fx.GraphModule) -> NoMatch | None:
 def _escaping_choice(gm: fx.GraphModule) -> fx.Node | None:
     """The first routing operation whose integer or boolean results leave the graph."""
     results = {n for n in gm.graph.find_nodes(op="output")[0].all_input_nodes if _is_choice(n)}
+    routing: fx.Node
     for routing in gm.graph.nodes:
         if _op_name(routing) not in _ROUTING_OPS:
             continue
@@ -229,10 +230,12 @@ def capture_export(
 
     Its attribute `capture_ways` says how transformers' expert loops were captured, as `taken_ways`.
     """
+    program: Any
     with torch.no_grad(), replaced_expert_loops() as ways:
         program = torch.export.export(
             module, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes
         )
         program = program.run_decompositions({})
-    program.capture_ways = tuple(ways)  # type: ignore[attr-defined]
-    return program
+    program.capture_ways = tuple(ways)
+    exported: torch.export.ExportedProgram = program
+    return exported

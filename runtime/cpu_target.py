@@ -1,9 +1,9 @@
 """The CPU target: builds a plan's kernel in the background, loads the op library, registers kernels with it.
 
 ```
-prepare(plan, x_dtype, weight_dtypes)   # starts a build; returns at once
-wait()                                  # joins the builds
-load_op_library()                       # registers moeflex::moe_layer for CPU tensors
+prepare(kernel)     # starts a build; returns at once
+wait()              # joins the builds
+load_op_library()   # registers moeflex::moe_layer for CPU tensors
 ```
 """
 
@@ -15,16 +15,13 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from moe_compiler import settings
-from moe_compiler.codegen import cpu as codegen
-from moe_compiler.codegen.cpu import Isa
 from moe_compiler.errors import BuildError, OptionError, ToolchainError
-from moe_compiler.ir import GateLayout, MoEPlan, Orientation
+from moe_compiler.ir import CpuKernel, Isa
 from moe_compiler.runtime import toolchain
 from moe_compiler.runtime.build import BuildReport, Unit, build
 
@@ -52,17 +49,7 @@ _ISA_FEATURES = {
 }
 # The oldest torch whose stable ABI the op library may use: 2.11.
 _TARGET_VERSION = "0x020b000000000000"
-_ABI = 1
 _MAX_ROLES = 8
-_DTYPE_CODES = {"bf16": 0, "fp16": 1, "fp32": 2, "fp64": 3}
-_GATE_CODES = {
-    GateLayout.NONE: 0,
-    GateLayout.CONCAT: 1,
-    GateLayout.CONCAT_UP_FIRST: 2,
-    GateLayout.INTERLEAVED: 3,
-    GateLayout.INTERLEAVED_UP_FIRST: 4,
-    GateLayout.SEPARATE: 5,
-}
 
 
 class _LayerSpec(ctypes.Structure):
@@ -152,17 +139,6 @@ def unavailable() -> str | None:
     return None
 
 
-def unsupported(plan: MoEPlan, x_dtype: str, weight_dtypes: Sequence[str]) -> str | None:
-    """Why the CPU kernel cannot serve this plan; None when it can.
-
-    Args:
-        plan: the plan.
-        x_dtype: "bf16" | "fp16" | "fp32" | "fp64".
-        weight_dtypes: one a tensor role, or one a tensor, or a single one for all.
-    """
-    return codegen.unsupported(plan, x_dtype, weight_dtypes)
-
-
 def description() -> str:
     """One line for reports: instruction set, compiler."""
     reason = unavailable()
@@ -171,20 +147,23 @@ def description() -> str:
     return f"cpu: {isa()}, {toolchain.find_compiler().version}"
 
 
-def prepare(plan: MoEPlan, x_dtype: str, weight_dtypes: Sequence[str]) -> None:
-    """Start to build what `plan` needs on these dtypes; quick when it is built or being built.
+def kernel_template() -> str:
+    """The text that a kernel is rendered into."""
+    return (TEMPLATES / "cpu" / "kernel.cpp.in").read_text()
+
+
+def prepare(kernel: CpuKernel) -> None:
+    """Start to build a kernel; quick when it is built or being built.
 
     Raises:
         ToolchainError: there is no compiler.
-        OptionError: `MOEFLEX_CPU_ISA` names one that cannot run here.
-        PlanError: `weight_dtypes` does not fit the plan.
     """
-    config = codegen.choose_config(plan, x_dtype, weight_dtypes, Isa(isa()))
-    unit = _kernel_unit(config)
-    spec = bytes(_layer_spec(plan, x_dtype, weight_dtypes, config))
+    unit = _kernel_unit(kernel)
+    spec = bytes(_layer_spec(kernel))
     with _state.lock:
-        _state.wanted[plan.key, spec] = unit
-        _state.registered.discard((plan.key, spec))  # the kernel prepared last serves
+        _state.wanted[kernel.plan_key, spec] = unit
+        # the kernel prepared last serves
+        _state.registered.discard((kernel.plan_key, spec))
         if unit not in _state.kernels or _failed(_state.kernels[unit]):
             _state.kernels[unit] = _submit(unit)
         if _state.library is None or _failed(_state.library):
@@ -271,30 +250,9 @@ def _submit(unit: Unit) -> concurrent.futures.Future[BuildReport]:
     return _state.pool.submit(build, unit)
 
 
-def _layer_spec(
-    plan: MoEPlan, x_dtype: str, weight_dtypes: Sequence[str], config: codegen.CpuConfig
-) -> _LayerSpec:
-    spec = plan.experts
-    dtypes = codegen.role_dtypes(spec, weight_dtypes)
-    roles = [_DTYPE_CODES[dtypes[role]] for role in spec.tensor_roles]
+def _layer_spec(kernel: CpuKernel) -> _LayerSpec:
     return _LayerSpec(
-        abi=_ABI,
-        num_experts=spec.num_experts,
-        hidden=spec.hidden,
-        intermediate=spec.intermediate,
-        top_k=plan.router.top_k,
-        gate_layout=_GATE_CODES[spec.gate_layout],
-        w13_out_in=spec.w13_orientation is Orientation.OUT_IN,
-        w2_out_in=spec.w2_orientation is Orientation.OUT_IN,
-        stacked=spec.stacked,
-        has_b13=spec.has_b13,
-        has_b2=spec.has_b2,
-        x_dtype=_DTYPE_CODES[x_dtype],
-        out_dtype=_DTYPE_CODES[plan.out_dtype or x_dtype],
-        direct_rows=codegen.direct_rows(plan, config),
-        isa=list(Isa).index(config.isa),
-        num_roles=len(roles),
-        role_dtypes=(ctypes.c_int32 * _MAX_ROLES)(*roles),
+        **dict(kernel.layer), role_dtypes=(ctypes.c_int32 * _MAX_ROLES)(*kernel.role_dtypes)
     )
 
 
@@ -304,13 +262,13 @@ def _headers() -> dict[str, str]:
     return {str(path.relative_to(TEMPLATES)): path.read_text() for path in files}
 
 
-def _kernel_unit(config: codegen.CpuConfig) -> Unit:
+def _kernel_unit(kernel: CpuKernel) -> Unit:
     compiler = toolchain.find_compiler()
-    level = list(Isa).index(config.isa)
-    flags = (*_COMMON_FLAGS, *_MATH_FLAGS, *_ISA_FLAGS[config.isa], f"-DMOEFLEX_ISA={level}")
+    level = list(Isa).index(kernel.isa)
+    flags = (*_COMMON_FLAGS, *_MATH_FLAGS, *_ISA_FLAGS[kernel.isa], f"-DMOEFLEX_ISA={level}")
     return Unit(
-        name=config.name,
-        source=codegen.render(config, (TEMPLATES / "cpu" / "kernel.cpp.in").read_text()),
+        name=kernel.name,
+        source=kernel.source,
         source_name="kernel.cpp",
         artifact_name="kernel.so",
         command=(*compiler.command, *flags, f"-I{TEMPLATES}", "{source}", "-o", "{artifact}"),

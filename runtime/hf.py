@@ -41,7 +41,7 @@ def install(wanted: Callable[[str], bool]) -> bool:
     Returns:
         Whether the lookup is routed; False where transformers is not loaded (call again later).
     """
-    interface = loaded_interface()
+    interface: Any = loaded_interface()
     if interface is None:
         return False
     with _lock:

@@ -130,7 +130,7 @@ def _on_start(_args: Any) -> None:
         return
     # Without the guard on tolist() the flag would turn a graph break into an error.
     if _tolist_is_guarded() and not getattr(torch._dynamo.config, FLAG, True):
-        _thread.flag_patch = torch._dynamo.config.patch(**{FLAG: True})
+        _thread.flag_patch = torch._dynamo.config.patch({FLAG: True})
         _thread.flag_patch.__enter__()
 
 
@@ -145,7 +145,8 @@ def _starting_compilation() -> dict[str, Any]:
     frame: Any = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "_compile" and "compiler_fn" in frame.f_locals:
-            return frame.f_locals
+            found: dict[str, Any] = frame.f_locals
+            return found
         frame = frame.f_back
     return {}
 

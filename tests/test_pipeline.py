@@ -12,7 +12,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 import moe_compiler
-from moe_compiler import pipeline, placement
+from moe_compiler import cpu_kernels, pipeline, placement
 from moe_compiler.errors import BuildError, NoMatchError, OptionError
 from moe_compiler.ir import Score
 from moe_compiler.options import Options
@@ -221,7 +221,7 @@ def test_a_block_that_cannot_be_cut_out_is_refused_alone(monkeypatch):
 
 
 def test_a_plan_that_the_target_refuses_goes_to_inductor(block, monkeypatch):
-    monkeypatch.setattr(cpu_target, "unsupported", lambda *_: "too odd")
+    monkeypatch.setattr(cpu_kernels, "unsupported", lambda *_: "too odd")
     report = check(block, styles.rows())
     assert report.placements == ("inductor: too odd",)
     assert report.refused[0].reason == "too odd"
@@ -234,7 +234,7 @@ def test_the_router_stays_outside_when_the_target_does_not_take_it(block, monkey
         asked.append((plan.router.score, x_dtype, tuple(weight_dtypes)))
         return None if plan.router.score is Score.EXTERNAL else "no routers"
 
-    monkeypatch.setattr(cpu_target, "unsupported", unsupported)
+    monkeypatch.setattr(cpu_kernels, "unsupported", unsupported)
     assert check(block, styles.rows()).placements == ("cpu",)
     assert asked == [
         (Score.SOFTMAX, "fp32", ("fp32",) * 3),
@@ -249,7 +249,7 @@ def test_the_router_stays_outside_when_the_target_does_not_take_it(block, monkey
 def test_batch_invariance_reaches_the_plan(block, monkeypatch):
     seen = []
     monkeypatch.setattr(
-        cpu_target, "unsupported", lambda plan, *_: seen.append(plan.batch_invariant) or "no"
+        cpu_kernels, "unsupported", lambda plan, *_: seen.append(plan.batch_invariant) or "no"
     )
     check(block, styles.rows(), batch_invariant=True)
     assert seen == [True, True]
@@ -299,7 +299,7 @@ def failing_build(monkeypatch):
     def wait():
         raise BuildError("the compiler said no; see /tmp/log.txt")
 
-    monkeypatch.setattr(cpu_target, "prepare", lambda *_: None)
+    monkeypatch.setattr(cpu_kernels, "prepare", lambda *_: None)
     monkeypatch.setattr(cpu_target, "wait", wait)
 
 
@@ -331,7 +331,7 @@ def test_a_bad_option_is_no_fault_of_ours(block, monkeypatch):
     def prepare(*_):
         raise OptionError("MOEFLEX_CPU_ISA=avx512 cannot run here")
 
-    monkeypatch.setattr(cpu_target, "prepare", prepare)
+    monkeypatch.setattr(cpu_kernels, "prepare", prepare)
     gm, inputs = one_graph(block, styles.rows())
     with pytest.raises(OptionError, match="MOEFLEX_CPU_ISA"):
         pipeline.run(gm, inputs, Options(disable=NO_INDUCTOR))

@@ -5,8 +5,8 @@
 // Experts with up to args.direct_rows rows take the direct form (weights streamed once, nothing copied); the panel
 // form gives a token the same bytes in every batch.
 #pragma once
-#include <cerrno>
 #include <sched.h>
+#include <cerrno>
 
 #include "../scheduler.h"
 #include "activation.h"
@@ -20,439 +20,510 @@ constexpr int kTileRows = 256;
 constexpr int kCombineTokens = 8;
 
 struct ThreadMem {
-  int claim(int* p) { return __atomic_fetch_add(p, 1, __ATOMIC_RELAXED); }
-  void wait_at_least(const int* p, int need) {
-    for (int spins = 0; __atomic_load_n(p, __ATOMIC_ACQUIRE) < need; ++spins) {
-      if (spins > 256) sched_yield();
+    int claim(int* p) { return __atomic_fetch_add(p, 1, __ATOMIC_RELAXED); }
+    void wait_at_least(const int* p, int need) {
+        for (int spins = 0; __atomic_load_n(p, __ATOMIC_ACQUIRE) < need; ++spins) {
+            if (spins > 256) sched_yield();
 #if MOEFLEX_ISA > 0
-      else _mm_pause();
+            else
+                _mm_pause();
 #endif
+        }
     }
-  }
-  void release_add(int* p, int v) { __atomic_fetch_add(p, v, __ATOMIC_RELEASE); }
+    void release_add(int* p, int v) { __atomic_fetch_add(p, v, __ATOMIC_RELEASE); }
 };
 
 inline long id_at(const MoeflexArgs& a, long token, long slot) {
-  const long i = token * a.ids_token_stride + slot * a.ids_slot_stride;
-  switch (a.ids_bytes * 2 + (a.ids_signed != 0)) {
-    case 17: return ((const int64_t*)a.ids)[i];
-    case 16: {
-      const uint64_t v = ((const uint64_t*)a.ids)[i];
-      return v > INT64_MAX ? -1 : (long)v;
+    const long i = token * a.ids_token_stride + slot * a.ids_slot_stride;
+    switch (a.ids_bytes * 2 + (a.ids_signed != 0)) {
+        case 17: return ((const int64_t*)a.ids)[i];
+        case 16: {
+            const uint64_t v = ((const uint64_t*)a.ids)[i];
+            return v > INT64_MAX ? -1 : (long)v;
+        }
+        case 9: return ((const int32_t*)a.ids)[i];
+        case 8: return ((const uint32_t*)a.ids)[i];
+        case 5: return ((const int16_t*)a.ids)[i];
+        case 4: return ((const uint16_t*)a.ids)[i];
+        case 3: return ((const int8_t*)a.ids)[i];
+        default: return ((const uint8_t*)a.ids)[i];
     }
-    case 9: return ((const int32_t*)a.ids)[i];
-    case 8: return ((const uint32_t*)a.ids)[i];
-    case 5: return ((const int16_t*)a.ids)[i];
-    case 4: return ((const uint16_t*)a.ids)[i];
-    case 3: return ((const int8_t*)a.ids)[i];
-    default: return ((const uint8_t*)a.ids)[i];
-  }
 }
 
 template <class To>
 inline To float_at(const void* p, int dtype, long i) {
-  switch (dtype) {
-    case kMoeflexBf16: return to_float(((const bf16*)p)[i]);
-    case kMoeflexFp16: return to_float(((const fp16*)p)[i]);
-    case kMoeflexFp32: return ((const float*)p)[i];
-    default: return (To)((const double*)p)[i];
-  }
+    switch (dtype) {
+        case kMoeflexBf16: return to_float(((const bf16*)p)[i]);
+        case kMoeflexFp16: return to_float(((const fp16*)p)[i]);
+        case kMoeflexFp32: return ((const float*)p)[i];
+        default: return (To)((const double*)p)[i];
+    }
 }
 
 // Steps over n elements in vectors of fp32, or one by one in fp64.
-inline constexpr int step_of(float) { return kLanes; }
-inline constexpr int step_of(double) { return 1; }
-inline VecF read(const float* p) { return load(p); }
-inline double read(const double* p) { return *p; }
+inline constexpr int step_of(float) {
+    return kLanes;
+}
+inline constexpr int step_of(double) {
+    return 1;
+}
+inline VecF read(const float* p) {
+    return load(p);
+}
+inline double read(const double* p) {
+    return *p;
+}
 
 // The nearest values of type T.
 template <class T>
 inline VecF rounded(VecF value) {
-  T nearest[kLanes];
-  store(nearest, value);
-  return load(nearest);
+    T nearest[kLanes];
+    store(nearest, value);
+    return load(nearest);
 }
 template <class T>
 inline double rounded(double value) {
-  T nearest;
-  convert(&value, &nearest, 1);
-  return to_float(nearest);
+    T nearest;
+    convert(&value, &nearest, 1);
+    return to_float(nearest);
 }
 template <class T>
 inline void write(T* p, VecF v, long n) {
-  if (n >= kLanes) store(p, v);
-  else store_first(p, v, n);
+    if (n >= kLanes)
+        store(p, v);
+    else
+        store_first(p, v, n);
 }
 template <class T>
-inline void write(T* p, double v, long) { convert(&v, p, 1); }
+inline void write(T* p, double v, long) {
+    convert(&v, p, 1);
+}
 
 template <class Config>
 struct Layer {
-  typedef typename Config::Kind Kind;
-  typedef typename Kind::Element Element;
-  typedef typename Kind::Word Word;
-  typedef typename Kind::Sum Sum;
-  static constexpr int kCols0 = Config::gated ? kPanelLanes / 2 : kPanelLanes, kCols1 = kPanelLanes;
-  static constexpr bool kInput = Config::position == WeightPosition::input;
+    typedef typename Config::Kind Kind;
+    typedef typename Kind::Element Element;
+    typedef typename Kind::Word Word;
+    typedef typename Kind::Sum Sum;
+    static constexpr int kCols0 = Config::gated ? kPanelLanes / 2 : kPanelLanes,
+                         kCols1 = kPanelLanes;
+    static constexpr bool kInput = Config::position == WeightPosition::input;
 
-  const MoeflexArgs& args;
-  const long H, I, E;
-  const long pitch_h, pitch_i;  // elements from row to row of `staged` and of `hidden`
-  PlanView view = {};
-  Counters counters = {};
-  int* row_of_route = nullptr;   // [T*K], -1 where the id is invalid
-  int* route_of_row = nullptr;   // [rows]
-  Sum* weights = nullptr;        // [T*K]
-  Element* staged = nullptr;     // x where it cannot be read in place: [T] rows, or one a route (position input); or null
-  Element* hidden = nullptr;     // [rows][pitch_i]
-  Sum* parts = nullptr;          // [T*K][H], by route
-  char* scratch = nullptr;       // one a worker
+    const MoeflexArgs& args;
+    const long H, I, E;
+    const long pitch_h, pitch_i;  // elements from row to row of `staged` and of `hidden`
+    PlanView view = {};
+    Counters counters = {};
+    int* row_of_route = nullptr;  // [T*K], -1 where the id is invalid
+    int* route_of_row = nullptr;  // [rows]
+    Sum* weights = nullptr;       // [T*K]
+    Element* staged =
+        nullptr;  // x where it cannot be read in place: [T] rows, or one a route (position input); or null
+    Element* hidden = nullptr;  // [rows][pitch_i]
+    Sum* parts = nullptr;       // [T*K][H], by route
+    char* scratch = nullptr;    // one a worker
 
-  struct Scratch {
-    alignas(64) Word panel[(long)kPanelLanes * kMaxSteps];
-    alignas(64) Sum sums[(long)kTileRows * kPanelLanes];
-    alignas(64) Sum bias[kPanelLanes];
-    const Element* rows[kTileRows];
-  };
+    struct Scratch {
+        alignas(64) Word panel[(long)kPanelLanes * kMaxSteps];
+        alignas(64) Sum sums[(long)kTileRows * kPanelLanes];
+        alignas(64) Sum bias[kPanelLanes];
+        const Element* rows[kTileRows];
+    };
 
-  explicit Layer(const MoeflexArgs& a)
-      : args(a), H(a.hidden), I(a.intermediate), E(a.num_experts), pitch_h((H + 63) / 64 * 64), pitch_i((I + 63) / 64 * 64) {}
+    explicit Layer(const MoeflexArgs& a)
+        : args(a),
+          H(a.hidden),
+          I(a.intermediate),
+          E(a.num_experts),
+          pitch_h((H + 63) / 64 * 64),
+          pitch_i((I + 63) / 64 * 64) {}
 
-  // Rows of x are read in place unless they must be converted, weighted or padded to whole words.
-  bool must_stage() const {
-    return kInput || !Config::x_is_element || args.x_hidden_stride != 1 || H % Kind::kPair != 0;
-  }
-
-  // ---- prologue: counting sort of the routes, by expert, then by route
-  void sort_routes(const Problem& problem, const PlanArrays& arrays, int* counts) {
-    const long K = args.top_k, routes = args.num_tokens * K;
-    for (long e = 0; e < E; ++e) counts[e] = 0;
-    for (long t = 0, r = 0; t < args.num_tokens; ++t)
-      for (long k = 0; k < K; ++k, ++r) {
-        const long id = id_at(args, t, k);
-        const bool valid = id >= 0 && id < E;
-        row_of_route[r] = valid ? (int)id : -1;
-        if (valid) ++counts[id];
-        weights[r] = float_at<Sum>(args.weights, args.weights_dtype, t * args.weights_token_stride + k * args.weights_slot_stride);
-      }
-    view.plan = build_plan(problem, counts, arrays, 0, 1);
-    for (long e = 0; e < E; ++e) counts[e] = arrays.expert_row[e];
-    for (long r = 0; r < routes; ++r)
-      if (row_of_route[r] >= 0) {
-        const int row = counts[row_of_route[r]]++;
-        row_of_route[r] = row;
-        route_of_row[row] = (int)r;
-      }
-  }
-
-  void stage_row(long row) {
-    const long route = kInput ? route_of_row[row] : 0, token = kInput ? route / args.top_k : row;
-    Element* to = staged + row * pitch_h;
-    const auto* from = (const typename Config::X*)args.x + token * args.x_token_stride;
-    if (args.x_hidden_stride == 1 && !kInput) {
-      convert(from, to, H);
-    } else {
-      for (long h = 0; h < H; h += 64) {
-        Sum part[64];
-        const long n = H - h < 64 ? H - h : 64;
-        for (long j = 0; j < n; ++j) part[j] = to_float(from[(h + j) * args.x_hidden_stride]) * (kInput ? weights[route] : Sum(1));
-        convert(part, to + h, n);
-      }
-    }
-    if (H % Kind::kPair) std::memset(to + H, 0, sizeof(Element));
-  }
-
-  const Element* row_of_x(long row) const {
-    if (kInput) return staged + row * pitch_h;
-    const long token = route_of_row[row] / args.top_k;
-    return staged ? staged + token * pitch_h : (const Element*)args.x + token * args.x_token_stride;
-  }
-
-  // ---- tiles
-  struct Worker {
-    Layer& layer;
-    Scratch& s;
-    const long H, I;
-    Prefetch ahead = {};
-
-    Worker(Layer& l, Scratch& scratch) : layer(l), s(scratch), H(l.H), I(l.I) {}
-
-    bool direct(const MoeflexMatrix& m, int rows) const {
-      return Kind::kHasDirect && m.in_stride == 1 && rows <= layer.args.direct_rows;
+    // Rows of x are read in place unless they must be converted, weighted or padded to whole words.
+    bool must_stage() const {
+        return kInput || !Config::x_is_element || args.x_hidden_stride != 1 || H % Kind::kPair != 0;
     }
 
-    static Walk walk(const MoeflexMatrix& m, size_t size, long first, long cols, long ks) {
-      Walk w;
-      const bool rows_are_outputs = m.in_stride == 1;
-      w.line = (const char*)m.data + first * m.out_stride * (long)size;
-      w.row_bytes = (rows_are_outputs ? m.out_stride : m.in_stride) * (long)size;
-      w.rows = (int)(rows_are_outputs ? cols : ks);
-      w.lines_per_row = (int)(((rows_are_outputs ? ks : cols) * (long)size + 63) / 64);
-      if (!rows_are_outputs && m.out_stride != 1) w.rows = 0;
-      return w;
+    // ---- prologue: counting sort of the routes, by expert, then by route
+    void sort_routes(const Problem& problem, const PlanArrays& arrays, int* counts) {
+        const long K = args.top_k, routes = args.num_tokens * K;
+        for (long e = 0; e < E; ++e) counts[e] = 0;
+        for (long t = 0, r = 0; t < args.num_tokens; ++t)
+            for (long k = 0; k < K; ++k, ++r) {
+                const long id = id_at(args, t, k);
+                const bool valid = id >= 0 && id < E;
+                row_of_route[r] = valid ? (int)id : -1;
+                if (valid) ++counts[id];
+                weights[r] =
+                    float_at<Sum>(args.weights, args.weights_dtype,
+                                  t * args.weights_token_stride + k * args.weights_slot_stride);
+            }
+        view.plan = build_plan(problem, counts, arrays, 0, 1);
+        for (long e = 0; e < E; ++e) counts[e] = arrays.expert_row[e];
+        for (long r = 0; r < routes; ++r)
+            if (row_of_route[r] >= 0) {
+                const int row = counts[row_of_route[r]]++;
+                row_of_route[r] = row;
+                route_of_row[row] = (int)r;
+            }
     }
 
-    void prefetch(const Tile& t) {
-      const MoeflexArgs& a = layer.args;
-      ahead = Prefetch{};
-      if (t.stage == kGemm0) {
-        const long first = (long)t.col * kCols0, cols = min_int(kCols0, (int)(I - first));
-        ahead.walks[0] = walk(a.gate[t.expert], sizeof(typename Config::W13), first, cols, H);
-        if (Config::gated) ahead.walks[1] = walk(a.up[t.expert], sizeof(typename Config::W13), first, cols, H);
-      } else if (t.stage == kGemm1) {
-        const long first = (long)t.col * kCols1, cols = min_int(kCols1, (int)(H - first));
-        ahead.walks[0] = walk(a.down[t.expert], sizeof(typename Config::W2), first, cols, I);
-      }
-    }
-
-    void run(const Tile& t) {
-      if (t.stage == kGemm0) gemm0(t);
-      else if (t.stage == kGemm1) gemm1(t);
-      else combine(t);
-    }
-
-    // Spread what is left of `ahead` over the register tiles of this tile.
-    void pace(int rows, long ks) {
-      const long stretches = ((ks + Kind::kPair - 1) / Kind::kPair + kStretch - 1) / kStretch *
-                             (kPanelLanes / (kGroupVecs * Kind::kVecLanes)) * Groups(rows).num;
-      ahead.per_stretch = (int)((ahead.num_lines() + stretches - 1) / stretches);
-    }
-
-    template <class Pack>
-    void through_panels(int rows, long ks, Pack pack) {
-      pace(rows, ks);
-      const long block = (long)kMaxSteps * Kind::kPair;
-      for (long k = 0; k < ks; k += block) {
-        const long n = ks - k < block ? ks - k : block;
-        pack(k, n);
-        multiply_panel<Kind>(s.rows, rows, k / Kind::kPair, s.panel, (n + Kind::kPair - 1) / Kind::kPair, s.sums, k > 0, ahead);
-      }
-    }
-
-    void load_bias(const MoeflexMatrix* bias, int dtype, int expert, long first, long limit, int lane, int lanes) {
-      if (!bias) return;
-      const MoeflexMatrix& b = bias[expert];
-      for (int j = 0; j < lanes; ++j)
-        s.bias[lane + j] = first + j < limit ? float_at<Sum>(b.data, dtype, (first + j) * b.out_stride) : Sum(0);
-    }
-
-    void gemm0(const Tile& t) {
-      typedef typename Config::W13 T;
-      const MoeflexArgs& a = layer.args;
-      const int rows = layer.view.tile_rows[t.row_tile];
-      const long row0 = layer.view.tile_row[t.row_tile], first = (long)t.col * kCols0;
-      for (int m = 0; m < rows; ++m) s.rows[m] = layer.row_of_x(row0 + m);
-      const MoeflexMatrix& gate = a.gate[t.expert];
-      // Gate and up that alternate along a contiguous axis are read as one stripe and come out alternating.
-      bool alternate = false;
-      MoeflexMatrix stripe = gate;
-      if constexpr (Config::gated) {
-        alternate = a.up_interleaved && gate.in_stride != 1 && gate.out_stride == 2;
-        if (alternate) {
-          stripe.data = a.up_interleaved > 0 ? gate.data : a.up[t.expert].data;
-          stripe.out_stride = 1;
-        }
-      }
-      if (direct(gate, rows)) {
-        if constexpr (Kind::kHasDirect) {
-          multiply_direct<Kind, T>(s.rows, rows, gate, first, I, H, s.sums, 0, kCols0);
-          if constexpr (Config::gated) multiply_direct<Kind, T>(s.rows, rows, a.up[t.expert], first, I, H, s.sums, kCols0, kCols0);
-        }
-      } else {
-        through_panels(rows, H, [&](long k, long n) {
-          if (alternate) {
-            pack_lanes<Kind, T>(stripe, 2 * first, 2 * I, k, n, s.panel, 0, kPanelLanes);
-          } else {
-            pack_lanes<Kind, T>(gate, first, I, k, n, s.panel, 0, kCols0);
-            if constexpr (Config::gated) pack_lanes<Kind, T>(a.up[t.expert], first, I, k, n, s.panel, kCols0, kCols0);
-          }
-        });
-      }
-      load_bias(a.gate_bias, a.bias13_dtype, t.expert, first, I, 0, kCols0);
-      if constexpr (Config::gated) load_bias(a.up_bias, a.bias13_dtype, t.expert, first, I, kCols0, kCols0);
-      const long cols = I - first < kCols0 ? I - first : kCols0;
-      for (int m = 0; m < rows; ++m) {
-        Sum* sums = s.sums + (long)m * kPanelLanes;
-        if (alternate) split_pairs(sums, a.up_interleaved < 0);
-        finish_hidden(sums, cols, layer.hidden + (row0 + m) * layer.pitch_i + first, layer.weights[layer.route_of_row[row0 + m]]);
-        if (I % Kind::kPair && first + cols == I) std::memset(layer.hidden + (row0 + m) * layer.pitch_i + I, 0, sizeof(Element));
-      }
-    }
-
-    static void split_pairs(Sum* sums, bool up_first) {
-      Sum both[kPanelLanes];
-      std::memcpy(both, sums, sizeof both);
-      for (int j = 0; j < kPanelLanes / 2; ++j) {
-        sums[j] = both[2 * j + up_first];
-        sums[kPanelLanes / 2 + j] = both[2 * j + !up_first];
-      }
-    }
-
-    void finish_hidden(const Sum* sums, long cols, Element* out, Sum weight) {
-      constexpr int kStep = step_of(Sum());
-      for (long j = 0; j < cols; j += kStep) {
-        auto value = read(sums + j);
-        if (layer.args.gate_bias) value = value + read(s.bias + j);
-        value = gemm_result<typename Config::W13>(value);
-        if constexpr (Config::gated) {
-          auto up = read(sums + kCols0 + j);
-          if (layer.args.up_bias) up = up + read(s.bias + kCols0 + j);
-          up = gemm_result<typename Config::W13>(up);
-          value = activate<Config>(value, up);
+    void stage_row(long row) {
+        const long route = kInput ? route_of_row[row] : 0,
+                   token = kInput ? route / args.top_k : row;
+        Element* to = staged + row * pitch_h;
+        const auto* from = (const typename Config::X*)args.x + token * args.x_token_stride;
+        if (args.x_hidden_stride == 1 && !kInput) {
+            convert(from, to, H);
         } else {
-          value = activate<Config>(value);
+            for (long h = 0; h < H; h += 64) {
+                Sum part[64];
+                const long n = H - h < 64 ? H - h : 64;
+                for (long j = 0; j < n; ++j)
+                    part[j] = to_float(from[(h + j) * args.x_hidden_stride]) *
+                              (kInput ? weights[route] : Sum(1));
+                convert(part, to + h, n);
+            }
         }
-        if (Config::position == WeightPosition::hidden) value = value * weight;
-        write(out + j, gemm_result<typename Config::W2>(value), cols - j);
-      }
+        if (H % Kind::kPair) std::memset(to + H, 0, sizeof(Element));
     }
 
-    // Rounded to the dtype of the weights where the plan asks for it.
-    template <class T, class V>
-    static V gemm_result(V value) {
-      if constexpr (Config::round_gemms) return rounded<T>(value);
-      return value;
+    const Element* row_of_x(long row) const {
+        if (kInput) return staged + row * pitch_h;
+        const long token = route_of_row[row] / args.top_k;
+        return staged ? staged + token * pitch_h
+                      : (const Element*)args.x + token * args.x_token_stride;
     }
 
-    void gemm1(const Tile& t) {
-      typedef typename Config::W2 T;
-      const MoeflexArgs& a = layer.args;
-      const int rows = layer.view.tile_rows[t.row_tile];
-      const long row0 = layer.view.tile_row[t.row_tile], first = (long)t.col * kCols1;
-      for (int m = 0; m < rows; ++m) s.rows[m] = layer.hidden + (row0 + m) * layer.pitch_i;
-      const MoeflexMatrix& down = a.down[t.expert];
-      if (direct(down, rows)) {
-        if constexpr (Kind::kHasDirect) multiply_direct<Kind, T>(s.rows, rows, down, first, H, I, s.sums, 0, kCols1);
-      } else {
-        through_panels(rows, I, [&](long k, long n) { pack_lanes<Kind, T>(down, first, H, k, n, s.panel, 0, kCols1); });
-      }
-      load_bias(a.down_bias, a.bias2_dtype, t.expert, first, H, 0, kCols1);
-      const long cols = H - first < kCols1 ? H - first : kCols1;
-      constexpr int kStep = step_of(Sum());
-      for (int m = 0; m < rows; ++m) {
-        const Sum* sums = s.sums + (long)m * kPanelLanes;
-        Sum* out = layer.parts + (long)layer.route_of_row[row0 + m] * H + first;
-        for (long j = 0; j < cols; j += kStep) {
-          auto value = read(sums + j);
-          if (a.down_bias) value = value + read(s.bias + j);
-          write(out + j, gemm_result<T>(value), cols - j);
+    // ---- tiles
+    struct Worker {
+        Layer& layer;
+        Scratch& s;
+        const long H, I;
+        Prefetch ahead = {};
+
+        Worker(Layer& l, Scratch& scratch) : layer(l), s(scratch), H(l.H), I(l.I) {}
+
+        bool direct(const MoeflexMatrix& m, int rows) const {
+            return Kind::kHasDirect && m.in_stride == 1 && rows <= layer.args.direct_rows;
         }
-      }
-    }
 
-    // Tokens [8 * col, ...): the weighted sum over k in order.
-    void combine(const Tile& t) {
-      const MoeflexArgs& a = layer.args;
-      const long first = (long)t.col * kCombineTokens;
-      const long last = first + kCombineTokens < a.num_tokens ? first + kCombineTokens : a.num_tokens;
-      constexpr int kStep = step_of(Sum());
-      for (long token = first; token < last; ++token) {
-        auto* out = (typename Config::Out*)a.out + token * H;
-        for (long h = 0; h < H; h += kStep) {
-          auto total = zero(read(s.sums));
-          bool none = true;
-          for (long k = 0; k < a.top_k; ++k) {
-            const long route = token * a.top_k + k;
-            if (layer.row_of_route[route] < 0) continue;
-            const Sum* part = layer.parts + route * H + h;
-            auto value = H - h >= kStep ? read(part) : read_tail(part, H - h);
-            if (Config::position == WeightPosition::output) value = value * layer.weights[route];
-            total = none ? value : total + value;
-            none = false;
-          }
-          write(out + h, total, H - h);
+        static Walk walk(const MoeflexMatrix& m, size_t size, long first, long cols, long ks) {
+            Walk w;
+            const bool rows_are_outputs = m.in_stride == 1;
+            w.line = (const char*)m.data + first * m.out_stride * (long)size;
+            w.row_bytes = (rows_are_outputs ? m.out_stride : m.in_stride) * (long)size;
+            w.rows = (int)(rows_are_outputs ? cols : ks);
+            w.lines_per_row = (int)(((rows_are_outputs ? ks : cols) * (long)size + 63) / 64);
+            if (!rows_are_outputs && m.out_stride != 1) w.rows = 0;
+            return w;
         }
-      }
+
+        void prefetch(const Tile& t) {
+            const MoeflexArgs& a = layer.args;
+            ahead = Prefetch{};
+            if (t.stage == kGemm0) {
+                const long first = (long)t.col * kCols0, cols = min_int(kCols0, (int)(I - first));
+                ahead.walks[0] =
+                    walk(a.gate[t.expert], sizeof(typename Config::W13), first, cols, H);
+                if (Config::gated)
+                    ahead.walks[1] =
+                        walk(a.up[t.expert], sizeof(typename Config::W13), first, cols, H);
+            } else if (t.stage == kGemm1) {
+                const long first = (long)t.col * kCols1, cols = min_int(kCols1, (int)(H - first));
+                ahead.walks[0] =
+                    walk(a.down[t.expert], sizeof(typename Config::W2), first, cols, I);
+            }
+        }
+
+        void run(const Tile& t) {
+            if (t.stage == kGemm0)
+                gemm0(t);
+            else if (t.stage == kGemm1)
+                gemm1(t);
+            else
+                combine(t);
+        }
+
+        // Spread what is left of `ahead` over the register tiles of this tile.
+        void pace(int rows, long ks) {
+            const long stretches = ((ks + Kind::kPair - 1) / Kind::kPair + kStretch - 1) /
+                                   kStretch * (kPanelLanes / (kGroupVecs * Kind::kVecLanes)) *
+                                   Groups(rows).num;
+            ahead.per_stretch = (int)((ahead.num_lines() + stretches - 1) / stretches);
+        }
+
+        template <class Pack>
+        void through_panels(int rows, long ks, Pack pack) {
+            pace(rows, ks);
+            const long block = (long)kMaxSteps * Kind::kPair;
+            for (long k = 0; k < ks; k += block) {
+                const long n = ks - k < block ? ks - k : block;
+                pack(k, n);
+                multiply_panel<Kind>(s.rows, rows, k / Kind::kPair, s.panel,
+                                     (n + Kind::kPair - 1) / Kind::kPair, s.sums, k > 0, ahead);
+            }
+        }
+
+        void load_bias(const MoeflexMatrix* bias, int dtype, int expert, long first, long limit,
+                       int lane, int lanes) {
+            if (!bias) return;
+            const MoeflexMatrix& b = bias[expert];
+            for (int j = 0; j < lanes; ++j)
+                s.bias[lane + j] = first + j < limit
+                                       ? float_at<Sum>(b.data, dtype, (first + j) * b.out_stride)
+                                       : Sum(0);
+        }
+
+        void gemm0(const Tile& t) {
+            typedef typename Config::W13 T;
+            const MoeflexArgs& a = layer.args;
+            const int rows = layer.view.tile_rows[t.row_tile];
+            const long row0 = layer.view.tile_row[t.row_tile], first = (long)t.col * kCols0;
+            for (int m = 0; m < rows; ++m) s.rows[m] = layer.row_of_x(row0 + m);
+            const MoeflexMatrix& gate = a.gate[t.expert];
+            // Gate and up that alternate along a contiguous axis are read as one stripe and come out alternating.
+            bool alternate = false;
+            MoeflexMatrix stripe = gate;
+            if constexpr (Config::gated) {
+                alternate = a.up_interleaved && gate.in_stride != 1 && gate.out_stride == 2;
+                if (alternate) {
+                    stripe.data = a.up_interleaved > 0 ? gate.data : a.up[t.expert].data;
+                    stripe.out_stride = 1;
+                }
+            }
+            if (direct(gate, rows)) {
+                if constexpr (Kind::kHasDirect) {
+                    multiply_direct<Kind, T>(s.rows, rows, gate, first, I, H, s.sums, 0, kCols0);
+                    if constexpr (Config::gated)
+                        multiply_direct<Kind, T>(s.rows, rows, a.up[t.expert], first, I, H, s.sums,
+                                                 kCols0, kCols0);
+                }
+            } else {
+                through_panels(rows, H, [&](long k, long n) {
+                    if (alternate) {
+                        pack_lanes<Kind, T>(stripe, 2 * first, 2 * I, k, n, s.panel, 0,
+                                            kPanelLanes);
+                    } else {
+                        pack_lanes<Kind, T>(gate, first, I, k, n, s.panel, 0, kCols0);
+                        if constexpr (Config::gated)
+                            pack_lanes<Kind, T>(a.up[t.expert], first, I, k, n, s.panel, kCols0,
+                                                kCols0);
+                    }
+                });
+            }
+            load_bias(a.gate_bias, a.bias13_dtype, t.expert, first, I, 0, kCols0);
+            if constexpr (Config::gated)
+                load_bias(a.up_bias, a.bias13_dtype, t.expert, first, I, kCols0, kCols0);
+            const long cols = I - first < kCols0 ? I - first : kCols0;
+            for (int m = 0; m < rows; ++m) {
+                Sum* sums = s.sums + (long)m * kPanelLanes;
+                if (alternate) split_pairs(sums, a.up_interleaved < 0);
+                finish_hidden(sums, cols, layer.hidden + (row0 + m) * layer.pitch_i + first,
+                              layer.weights[layer.route_of_row[row0 + m]]);
+                if (I % Kind::kPair && first + cols == I)
+                    std::memset(layer.hidden + (row0 + m) * layer.pitch_i + I, 0, sizeof(Element));
+            }
+        }
+
+        static void split_pairs(Sum* sums, bool up_first) {
+            Sum both[kPanelLanes];
+            std::memcpy(both, sums, sizeof both);
+            for (int j = 0; j < kPanelLanes / 2; ++j) {
+                sums[j] = both[2 * j + up_first];
+                sums[kPanelLanes / 2 + j] = both[2 * j + !up_first];
+            }
+        }
+
+        void finish_hidden(const Sum* sums, long cols, Element* out, Sum weight) {
+            constexpr int kStep = step_of(Sum());
+            for (long j = 0; j < cols; j += kStep) {
+                auto value = read(sums + j);
+                if (layer.args.gate_bias) value = value + read(s.bias + j);
+                value = gemm_result<typename Config::W13>(value);
+                if constexpr (Config::gated) {
+                    auto up = read(sums + kCols0 + j);
+                    if (layer.args.up_bias) up = up + read(s.bias + kCols0 + j);
+                    up = gemm_result<typename Config::W13>(up);
+                    value = activate<Config>(value, up);
+                } else {
+                    value = activate<Config>(value);
+                }
+                if (Config::position == WeightPosition::hidden) value = value * weight;
+                write(out + j, gemm_result<typename Config::W2>(value), cols - j);
+            }
+        }
+
+        // Rounded to the dtype of the weights where the plan asks for it.
+        template <class T, class V>
+        static V gemm_result(V value) {
+            if constexpr (Config::round_gemms) return rounded<T>(value);
+            return value;
+        }
+
+        void gemm1(const Tile& t) {
+            typedef typename Config::W2 T;
+            const MoeflexArgs& a = layer.args;
+            const int rows = layer.view.tile_rows[t.row_tile];
+            const long row0 = layer.view.tile_row[t.row_tile], first = (long)t.col * kCols1;
+            for (int m = 0; m < rows; ++m) s.rows[m] = layer.hidden + (row0 + m) * layer.pitch_i;
+            const MoeflexMatrix& down = a.down[t.expert];
+            if (direct(down, rows)) {
+                if constexpr (Kind::kHasDirect)
+                    multiply_direct<Kind, T>(s.rows, rows, down, first, H, I, s.sums, 0, kCols1);
+            } else {
+                through_panels(rows, I, [&](long k, long n) {
+                    pack_lanes<Kind, T>(down, first, H, k, n, s.panel, 0, kCols1);
+                });
+            }
+            load_bias(a.down_bias, a.bias2_dtype, t.expert, first, H, 0, kCols1);
+            const long cols = H - first < kCols1 ? H - first : kCols1;
+            constexpr int kStep = step_of(Sum());
+            for (int m = 0; m < rows; ++m) {
+                const Sum* sums = s.sums + (long)m * kPanelLanes;
+                Sum* out = layer.parts + (long)layer.route_of_row[row0 + m] * H + first;
+                for (long j = 0; j < cols; j += kStep) {
+                    auto value = read(sums + j);
+                    if (a.down_bias) value = value + read(s.bias + j);
+                    write(out + j, gemm_result<T>(value), cols - j);
+                }
+            }
+        }
+
+        // Tokens [8 * col, ...): the weighted sum over k in order.
+        void combine(const Tile& t) {
+            const MoeflexArgs& a = layer.args;
+            const long first = (long)t.col * kCombineTokens;
+            const long last =
+                first + kCombineTokens < a.num_tokens ? first + kCombineTokens : a.num_tokens;
+            constexpr int kStep = step_of(Sum());
+            for (long token = first; token < last; ++token) {
+                auto* out = (typename Config::Out*)a.out + token * H;
+                for (long h = 0; h < H; h += kStep) {
+                    auto total = zero(read(s.sums));
+                    bool none = true;
+                    for (long k = 0; k < a.top_k; ++k) {
+                        const long route = token * a.top_k + k;
+                        if (layer.row_of_route[route] < 0) continue;
+                        const Sum* part = layer.parts + route * H + h;
+                        auto value = H - h >= kStep ? read(part) : read_tail(part, H - h);
+                        if (Config::position == WeightPosition::output)
+                            value = value * layer.weights[route];
+                        total = none ? value : total + value;
+                        none = false;
+                    }
+                    write(out + h, total, H - h);
+                }
+            }
+        }
+        static VecF read_tail(const float* p, long n) { return load_first(p, n); }
+        static double read_tail(const double* p, long) { return *p; }
+        static VecF zero(VecF) { return VecF{}; }
+        static double zero(double) { return 0; }
+    };
+
+    // ---- drive
+    struct Context {
+        Layer* layer;
+        long count;  // rows to stage
+        int claim;   // next block of rows to stage
+    };
+
+    static void stage_body(int, void* context) {
+        Context& c = *(Context*)context;
+        constexpr long kBlock = 8;
+        for (;;) {
+            const long first = __atomic_fetch_add(&c.claim, 1, __ATOMIC_RELAXED) * kBlock;
+            if (first >= c.count) return;
+            for (long row = first; row < first + kBlock && row < c.count; ++row)
+                c.layer->stage_row(row);
+        }
     }
-    static VecF read_tail(const float* p, long n) { return load_first(p, n); }
-    static double read_tail(const double* p, long) { return *p; }
-    static VecF zero(VecF) { return VecF{}; }
-    static double zero(double) { return 0; }
-  };
 
-  // ---- drive
-  struct Context {
-    Layer* layer;
-    long count;  // rows to stage
-    int claim;   // next block of rows to stage
-  };
-
-  static void stage_body(int, void* context) {
-    Context& c = *(Context*)context;
-    constexpr long kBlock = 8;
-    for (;;) {
-      const long first = __atomic_fetch_add(&c.claim, 1, __ATOMIC_RELAXED) * kBlock;
-      if (first >= c.count) return;
-      for (long row = first; row < first + kBlock && row < c.count; ++row) c.layer->stage_row(row);
+    static void work_body(int worker, void* context) {
+        Layer& layer = *((Context*)context)->layer;
+        ThreadMem mem;
+        Worker ops(layer, *(Scratch*)(layer.scratch + worker * sizeof(Scratch)));
+        work_loop(layer.view, layer.counters, mem, ops);
     }
-  }
 
-  static void work_body(int worker, void* context) {
-    Layer& layer = *((Context*)context)->layer;
-    ThreadMem mem;
-    Worker ops(layer, *(Scratch*)(layer.scratch + worker * sizeof(Scratch)));
-    work_loop(layer.view, layer.counters, mem, ops);
-  }
+    static int run(const MoeflexArgs& args) {
+        if (args.num_tokens == 0) return 0;
+        Layer layer(args);
+        const long H = layer.H, I = layer.I, E = layer.E, routes = args.num_tokens * args.top_k;
+        if (routes > (1l << 29) ||
+            routes * ((I + kCols0 - 1) / kCols0 + (H + kCols1 - 1) / kCols1) > (1l << 30))
+            return E2BIG;
+        Problem p = {};
+        p.num_tokens = (int)args.num_tokens;
+        p.top_k = (int)args.top_k;
+        p.num_experts = (int)E;
+        p.hidden = (int)H;
+        p.intermediate = (int)I;
+        p.num_heights = 1;
+        p.heights[0] = kTileRows;
+        p.row_align = 1;
+        p.gemm0_cols = kCols0;
+        p.gemm1_cols = kCols1;
+        p.combine_tokens = kCombineTokens;
+        p.arrivals = 1;
+        p.world = 1;
+        p.num_blocks = args.num_threads;
+        const bool stage = layer.must_stage();
+        const long tiles = max_row_tiles(p), staged_rows = kInput ? routes : args.num_tokens;
+        // One allocation, cut into 64-byte aligned arrays.
+        size_t bytes = 0;
+        auto reserve = [&](size_t n) {
+            const size_t at = bytes;
+            bytes += (n + 63) / 64 * 64;
+            return at;
+        };
+        const size_t ints =
+            reserve(sizeof(int) * (E + 4 * tiles + 2 * (E + 1) + 2 * routes + 2 * tiles + 32));
+        const size_t at_weights = reserve(sizeof(Sum) * routes);
+        const size_t at_staged = reserve(stage ? sizeof(Element) * staged_rows * layer.pitch_h : 0);
+        const size_t at_hidden = reserve(sizeof(Element) * routes * layer.pitch_i);
+        const size_t at_parts = reserve(sizeof(Sum) * routes * H);
+        const size_t at_scratch = reserve(sizeof(Scratch) * args.num_threads);
+        char* memory = (char*)args.acquire(bytes);
+        if (!memory) return ENOMEM;
 
-  static int run(const MoeflexArgs& args) {
-    if (args.num_tokens == 0) return 0;
-    Layer layer(args);
-    const long H = layer.H, I = layer.I, E = layer.E, routes = args.num_tokens * args.top_k;
-    if (routes > (1l << 29) || routes * ((I + kCols0 - 1) / kCols0 + (H + kCols1 - 1) / kCols1) > (1l << 30)) return E2BIG;
-    Problem p = {};
-    p.num_tokens = (int)args.num_tokens;
-    p.top_k = (int)args.top_k;
-    p.num_experts = (int)E;
-    p.hidden = (int)H;
-    p.intermediate = (int)I;
-    p.num_heights = 1;
-    p.heights[0] = kTileRows;
-    p.row_align = 1;
-    p.gemm0_cols = kCols0;
-    p.gemm1_cols = kCols1;
-    p.combine_tokens = kCombineTokens;
-    p.arrivals = 1;
-    p.world = 1;
-    p.num_blocks = args.num_threads;
-    const bool stage = layer.must_stage();
-    const long tiles = max_row_tiles(p), staged_rows = kInput ? routes : args.num_tokens;
-    // One allocation, cut into 64-byte aligned arrays.
-    size_t bytes = 0;
-    auto reserve = [&](size_t n) { const size_t at = bytes; bytes += (n + 63) / 64 * 64; return at; };
-    const size_t ints = reserve(sizeof(int) * (E + 4 * tiles + 2 * (E + 1) + 2 * routes + 2 * tiles + 32));
-    const size_t at_weights = reserve(sizeof(Sum) * routes);
-    const size_t at_staged = reserve(stage ? sizeof(Element) * staged_rows * layer.pitch_h : 0);
-    const size_t at_hidden = reserve(sizeof(Element) * routes * layer.pitch_i);
-    const size_t at_parts = reserve(sizeof(Sum) * routes * H);
-    const size_t at_scratch = reserve(sizeof(Scratch) * args.num_threads);
-    char* memory = (char*)args.acquire(bytes);
-    if (!memory) return ENOMEM;
+        int* next = (int*)(memory + ints);
+        auto take = [&](long n) {
+            int* at = next;
+            next += n;
+            return at;
+        };
+        layer.counters.claim = take(16);  // a cache line of its own
+        layer.counters.all_done = take(16);
+        layer.counters.gemm0_done = take(tiles);
+        layer.counters.gemm1_done = layer.counters.ready = nullptr;
+        std::memset(layer.counters.claim, 0, sizeof(int) * (32 + tiles));
+        int* counts = take(E);
+        PlanArrays arrays = {take(tiles), take(tiles), take(tiles),
+                             take(tiles), take(E + 1), take(E + 1)};
+        layer.row_of_route = take(routes);
+        layer.route_of_row = take(routes);
+        layer.weights = (Sum*)(memory + at_weights);
+        layer.staged = stage ? (Element*)(memory + at_staged) : nullptr;
+        layer.hidden = (Element*)(memory + at_hidden);
+        layer.parts = (Sum*)(memory + at_parts);
+        layer.scratch = memory + at_scratch;
+        layer.view = {{},
+                      arrays.tile_expert,
+                      arrays.tile_row,
+                      arrays.tile_rows,
+                      arrays.tile_height,
+                      arrays.expert_tile};
+        layer.sort_routes(p, arrays, counts);
 
-    int* next = (int*)(memory + ints);
-    auto take = [&](long n) { int* at = next; next += n; return at; };
-    layer.counters.claim = take(16);  // a cache line of its own
-    layer.counters.all_done = take(16);
-    layer.counters.gemm0_done = take(tiles);
-    layer.counters.gemm1_done = layer.counters.ready = nullptr;
-    std::memset(layer.counters.claim, 0, sizeof(int) * (32 + tiles));
-    int* counts = take(E);
-    PlanArrays arrays = {take(tiles), take(tiles), take(tiles), take(tiles), take(E + 1), take(E + 1)};
-    layer.row_of_route = take(routes);
-    layer.route_of_row = take(routes);
-    layer.weights = (Sum*)(memory + at_weights);
-    layer.staged = stage ? (Element*)(memory + at_staged) : nullptr;
-    layer.hidden = (Element*)(memory + at_hidden);
-    layer.parts = (Sum*)(memory + at_parts);
-    layer.scratch = memory + at_scratch;
-    layer.view = {{}, arrays.tile_expert, arrays.tile_row, arrays.tile_rows, arrays.tile_height, arrays.expert_tile};
-    layer.sort_routes(p, arrays, counts);
-
-    Context context{&layer, kInput ? layer.view.plan.num_rows : args.num_tokens, 0};
-    if (stage) args.parallel(min_int(args.num_threads, (int)((context.count + 7) / 8)), stage_body, &context);
-    args.parallel(min_int(args.num_threads, layer.view.plan.num_tiles), work_body, &context);
-    args.release(memory);
-    return 0;
-  }
+        Context context{&layer, kInput ? layer.view.plan.num_rows : args.num_tokens, 0};
+        if (stage)
+            args.parallel(min_int(args.num_threads, (int)((context.count + 7) / 8)), stage_body,
+                          &context);
+        args.parallel(min_int(args.num_threads, layer.view.plan.num_tiles), work_body, &context);
+        args.release(memory);
+        return 0;
+    }
 };
 
 }  // namespace moeflex

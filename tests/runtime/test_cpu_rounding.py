@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from moe_compiler import cpu_kernels
 from moe_compiler.ir import (
     ActivationKind,
     ActivationSpec,
@@ -44,7 +45,7 @@ def test_results_are_rounded_like_the_graph_rounds(
     weights = torch.ones(tokens, 1)
     experts = [torch.randn(spec.tensor_shape(role)).to(narrow) for role in spec.tensor_roles]
 
-    cpu_target.prepare(rounding, dtype, [dtype])
+    cpu_kernels.prepare(rounding, dtype, [dtype])
     op.load_cpu_library(cpu_target.load_op_library)
     cpu_target.wait()
     ours = torch.ops.moeflex.moe_layer(x, [ids, weights], experts, rounding.key)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_compiler import reference
+from moe_compiler import cpu_kernels, reference
 from moe_compiler.codegen.cpu import Isa
 from moe_compiler.errors import BuildError, OptionError, ToolchainError
 from moe_compiler.ir import (
@@ -114,12 +114,12 @@ def compiled() -> None:
 
 
 def prepare(case: Case) -> None:
-    cpu_target.prepare(case.plan, case.x_dtype or case.dtype, [case.dtype])
+    cpu_kernels.prepare(case.plan, case.x_dtype or case.dtype, [case.dtype])
 
 
 def run(plan: MoEPlan, x: Tensor, router: Sequence[Tensor], experts: Sequence[Tensor]) -> Tensor:
     """Through the op; the plan's kernel is made the newest one first."""
-    cpu_target.prepare(
+    cpu_kernels.prepare(
         plan,
         reference.DTYPE_NAMES[x.dtype],
         [reference.DTYPE_NAMES[tensor.dtype] for tensor in experts],

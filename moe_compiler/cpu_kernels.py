@@ -1,0 +1,32 @@
+"""From a plan to a CPU kernel: where the text of `codegen` meets the compiler of `runtime`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moe_compiler.codegen import cpu as codegen
+from moe_compiler.ir import Isa, MoEPlan
+from moe_compiler.runtime import cpu_target
+
+
+def unsupported(plan: MoEPlan, x_dtype: str, weight_dtypes: Sequence[str]) -> str | None:
+    """Why the CPU kernel cannot serve this plan; None when it can.
+
+    Args:
+        plan: the plan.
+        x_dtype: "bf16" | "fp16" | "fp32" | "fp64".
+        weight_dtypes: one a tensor role, or one a tensor, or a single one for all.
+    """
+    return codegen.unsupported(plan, x_dtype, weight_dtypes)
+
+
+def prepare(plan: MoEPlan, x_dtype: str, weight_dtypes: Sequence[str]) -> None:
+    """Start to build what `plan` needs on these dtypes; `cpu_target.wait` joins.
+
+    Raises:
+        ToolchainError: there is no compiler.
+        OptionError: `MOEFLEX_CPU_ISA` names an instruction set that cannot run here.
+        PlanError: `weight_dtypes` does not fit the plan.
+    """
+    isa, template = Isa(cpu_target.isa()), cpu_target.kernel_template()
+    cpu_target.prepare(codegen.make_kernel(plan, x_dtype, weight_dtypes, isa, template))
