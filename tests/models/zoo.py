@@ -89,6 +89,7 @@ class Family:
             interface.
         model_class: `module:Class` when `AutoModelForCausalLM` does not know the family.
         attention: attention implementation.
+        unrolled: a layer is a Python loop over the tokens, so no symbol for their count is exported.
     """
 
     model_type: str
@@ -97,6 +98,7 @@ class Family:
     implementations: tuple[str, ...] = IMPLEMENTATIONS
     model_class: str = ""
     attention: str = "sdpa"
+    unrolled: bool = False
 
 
 def _family(model_type: str, *parts: Mapping[str, Any], block: str = "mlp", **more: Any) -> Family:
@@ -172,6 +174,7 @@ FAMILIES: dict[str, Family] = {
             "mamba_dt_rank": 8,
         },
         block="feed_forward",
+        unrolled=True,
     ),
     "ernie4_5_moe": _family(
         "ernie4_5_moe",
