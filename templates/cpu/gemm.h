@@ -329,50 +329,63 @@ void pack_lanes(const MoeflexMatrix& matrix, long first, long limit, long k, lon
 }
 
 // ---- the direct form -----------------------------------------------------------------------------
-// sums[m][0..3] = rows a[m] . four weight rows; in_stride == 1. Weight rows further on are asked for.
+#if MOEFLEX_ISA >= 2
+inline float sum_of(VecF v) {
+    return _mm512_reduce_add_ps((__m512)v);
+}
+#else
+inline float sum_of(VecF v) {
+    float total[kLanes];
+    store_as(total, v);
+    for (int step = kLanes / 2; step > 0; step /= 2)
+        for (int i = 0; i < step; ++i) total[i] += total[i + step];
+    return total[0];
+}
+#endif
+
+// sums[m * pitch] = rows a[m] . one weight row; in_stride == 1. The weight is read as one rising stream, which the
+// prefetchers of a CPU follow farther than several streams at once; `kChains` sums a row hide the latency of a sum.
 template <class Kind, class T, int kRows>
-__attribute__((noinline)) void dot_rows(const typename Kind::Element* const* a, const T* const* w,
-                                        long ks, long ahead_elements, typename Kind::Sum* sums,
-                                        long pitch) {
+inline void dot_row(const typename Kind::Element* const* a, const T* weight, long ks,
+                    typename Kind::Sum* sums, long pitch) {
     typedef typename Kind::Vec Vec;
     constexpr int kDot = Kind::kVecLanes * Kind::kPair;
-    Vec acc[kRows][4];
-    const typename Kind::Element* row[kRows];
-    const T* weight[4] = {w[0], w[1], w[2], w[3]};
-#pragma GCC unroll 8
-    for (int m = 0; m < kRows; ++m) {
-        row[m] = a[m];
-#pragma GCC unroll 4
-        for (int n = 0; n < 4; ++n) acc[m][n] = Vec{};
-    }
-    long k = 0;
-    for (; k + kDot <= ks; k += kDot) {
-#pragma GCC unroll 4
-        for (int n = 0; n < 4; ++n) {
-            if (ahead_elements) __builtin_prefetch(weight[n] + k + ahead_elements, 0, 3);
-#pragma GCC unroll 8
-            for (int m = 0; m < kRows; ++m)
-                acc[m][n] = Kind::dot(acc[m][n], row[m] + k, weight[n] + k);
-        }
-    }
-    if (k < ks)
-        for (int n = 0; n < 4; ++n)
-            for (int m = 0; m < kRows; ++m)
-                acc[m][n] = Kind::dot_first(acc[m][n], row[m] + k, weight[n] + k, ks - k);
+    constexpr int kChains = kRows >= 4 ? 1 : kRows >= 2 ? 2 : 4;
+    Vec acc[kRows][kChains];
 #pragma GCC unroll 8
     for (int m = 0; m < kRows; ++m)
 #pragma GCC unroll 4
-        for (int n = 0; n < 4; ++n) {
-#if MOEFLEX_ISA >= 2
-            sums[m * pitch + n] = _mm512_reduce_add_ps((__m512)acc[m][n]);
-#else
-            float total[kLanes];
-            store_as(total, acc[m][n]);
-            for (int step = kLanes / 2; step > 0; step /= 2)
-                for (int i = 0; i < step; ++i) total[i] += total[i + step];
-            sums[m * pitch + n] = total[0];
-#endif
-        }
+        for (int c = 0; c < kChains; ++c) acc[m][c] = Vec{};
+    long k = 0;
+    for (; k + kChains * kDot <= ks; k += kChains * kDot)
+#pragma GCC unroll 4
+        for (int c = 0; c < kChains; ++c)
+#pragma GCC unroll 8
+            for (int m = 0; m < kRows; ++m)
+                acc[m][c] = Kind::dot(acc[m][c], a[m] + k + c * kDot, weight + k + c * kDot);
+    for (; k + kDot <= ks; k += kDot)
+#pragma GCC unroll 8
+        for (int m = 0; m < kRows; ++m) acc[m][0] = Kind::dot(acc[m][0], a[m] + k, weight + k);
+    if (k < ks)
+        for (int m = 0; m < kRows; ++m)
+            acc[m][0] = Kind::dot_first(acc[m][0], a[m] + k, weight + k, ks - k);
+#pragma GCC unroll 8
+    for (int m = 0; m < kRows; ++m) {
+        Vec total = acc[m][0];
+#pragma GCC unroll 4
+        for (int c = 1; c < kChains; ++c) total = total + acc[m][c];
+        sums[m * pitch] = sum_of((VecF)total);
+    }
+}
+
+template <class Kind, class T, int kRows>
+__attribute__((noinline)) void dot_columns(const typename Kind::Element* const* a, const T* weight,
+                                           long out_stride, long count, long ks,
+                                           typename Kind::Sum* sums) {
+    const typename Kind::Element* row[kRows];
+    for (int m = 0; m < kRows; ++m) row[m] = a[m];
+    for (long j = 0; j < count; ++j)
+        dot_row<Kind, T, kRows>(row, weight + j * out_stride, ks, sums + j, kPanelLanes);
 }
 
 // `lanes` output columns from `first` on (those below `limit` exist) for all rows, into sums[m][lane ..].
@@ -381,22 +394,17 @@ void multiply_direct(const typename Kind::Element* const* a, int rows, const Moe
                      long first, long limit, long ks, typename Kind::Sum* sums, int lane,
                      int lanes) {
     const Groups groups(rows);
-    const T* base = (const T*)matrix.data;
-    for (int j = 0; j < lanes && first + j < limit; j += 4) {
-        const T* w[4];  // columns that do not exist repeat the last one; nobody reads their sums
-        for (int n = 0; n < 4; ++n)
-            w[n] = base + (first + j + n < limit ? first + j + n : limit - 1) * matrix.out_stride;
-        for (int g = 0, m = 0; g < groups.num; m += groups.rows(g), ++g) {
-            auto* out = sums + (long)m * kPanelLanes + lane + j;
-            const long ahead = g == 0 ? 4 * matrix.out_stride : 0;
-            switch (groups.rows(g)) {
-                case 1: dot_rows<Kind, T, 1>(a + m, w, ks, ahead, out, kPanelLanes); break;
-                case 2: dot_rows<Kind, T, 2>(a + m, w, ks, ahead, out, kPanelLanes); break;
-                case 3: dot_rows<Kind, T, 3>(a + m, w, ks, ahead, out, kPanelLanes); break;
-                case 4: dot_rows<Kind, T, 4>(a + m, w, ks, ahead, out, kPanelLanes); break;
-                case 5: dot_rows<Kind, T, 5>(a + m, w, ks, ahead, out, kPanelLanes); break;
-                default: dot_rows<Kind, T, 6>(a + m, w, ks, ahead, out, kPanelLanes); break;
-            }
+    const T* weight = (const T*)matrix.data + first * matrix.out_stride;
+    const long count = limit - first < lanes ? limit - first : lanes, step = matrix.out_stride;
+    for (int g = 0, m = 0; g < groups.num; m += groups.rows(g), ++g) {
+        auto* out = sums + (long)m * kPanelLanes + lane;
+        switch (groups.rows(g)) {
+            case 1: dot_columns<Kind, T, 1>(a + m, weight, step, count, ks, out); break;
+            case 2: dot_columns<Kind, T, 2>(a + m, weight, step, count, ks, out); break;
+            case 3: dot_columns<Kind, T, 3>(a + m, weight, step, count, ks, out); break;
+            case 4: dot_columns<Kind, T, 4>(a + m, weight, step, count, ks, out); break;
+            case 5: dot_columns<Kind, T, 5>(a + m, weight, step, count, ks, out); break;
+            default: dot_columns<Kind, T, 6>(a + m, weight, step, count, ks, out); break;
         }
     }
 }
