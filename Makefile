@@ -5,12 +5,12 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input
 NATIVE  = $(shell git ls-files 'templates/*.h' 'templates/*.cuh' 'templates/*.cpp' 'templates/*.cu')
 
-.PHONY: help demo test quick env lint format report tables clean
+.PHONY: help demo test slow env lint format report tables clean
 
 help:
 	@echo "make demo    install into $(VENV) and run examples/quickstart.py"
-	@echo "make test    install into $(VENV) and run every test that needs no GPU"
-	@echo "make quick   the same without the slow tests"
+	@echo "make test    install into $(VENV) and run the CPU tests, but for the slow ones"
+	@echo "make slow    the slow tests: the full coverage grid, compilers under every option, many processes"
 	@echo "make lint    ruff, mypy, import-linter, clang-format, result tables: what CI checks"
 	@echo "make format  rewrite the sources the way lint wants them"
 	@echo "make tables  write the result tables of README.md from benchmarks/results"
@@ -21,10 +21,10 @@ demo: $(VENV)/.installed-hf
 	$(BIN)/python examples/quickstart.py
 
 test: env
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not multigpu" $(PYTEST_ARGS)
-
-quick: env
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu and not multigpu" $(PYTEST_ARGS)
+
+slow: env
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "slow and not gpu and not multigpu" $(PYTEST_ARGS)
 
 env: $(VENV)/.installed-dev
 
