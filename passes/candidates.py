@@ -186,10 +186,20 @@ def cuts(
         body = set(part.body)
         if (logits is not None and logits in body) or weights not in _read_by(flow, body):
             continue
+        if any(_selects(flow, node) for node in body):
+            reason = reason or "it selects among scores again, behind ids and combine weights"
+            continue
         count += 1
         yield weights, size != top_k, part
     if count == 0:
         yield reason or "no combine weights [T, K] or [T, E] are computed beside the ids"
+
+
+def _selects(flow: DataFlow, node: fx.Node) -> bool:
+    """Whether a node picks entries by their values: what lies behind the ids only sorts ids."""
+    return op_name(node) in ("topk", "argmax", "kthvalue") and any(
+        is_float(read) for read in flow.data_inputs[node]
+    )
 
 
 def _read_by(flow: DataFlow, body: set[fx.Node]) -> set[fx.Node]:

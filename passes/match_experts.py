@@ -30,6 +30,7 @@ from moe_compiler.passes.expert_run import (
     reference,
     relative_error,
 )
+from moe_compiler.passes.explain import explain_mismatch
 from moe_compiler.passes.operands import NoSpecError, Operands
 from moe_compiler.reference import activate
 
@@ -141,15 +142,28 @@ def _find_activation(
     weights = torch.zeros(run.num_tokens, run.top_k, dtype=torch.float64)
     weights[:, 0] = 1.0
     seen = run(x, ids, weights, tensors)
-    found = []
-    for hypothesis in hypotheses:
-        width = min(hypothesis.intermediate, run.hidden)
-        projected = _projections(run, hypothesis, x, ids[:, 0], tensors)
-        for layout, gate, up, swapped in _layouts(hypothesis, projected):
-            gate, up = gate[:, :width], None if up is None else up[:, :width]
-            activation = _match_activation(seen[:, :width], gate, up, constants)
-            if activation is not None:
-                found.append((hypothesis, layout, activation, swapped))
+    projected = [_projections(run, h, x, ids[:, 0], tensors) for h in hypotheses]
+
+    def search(
+        constants: Sequence[float],
+    ) -> list[tuple[_Hypothesis, GateLayout, ActivationSpec, bool]]:
+        found = []
+        for hypothesis, projections in zip(hypotheses, projected, strict=True):
+            width = min(hypothesis.intermediate, run.hidden)
+            for layout, gate, up, swapped in _layouts(hypothesis, projections):
+                gate, up = gate[:, :width], None if up is None else up[:, :width]
+                activation = _match_activation(seen[:, :width], gate, up, constants)
+                if activation is not None:
+                    found.append((hypothesis, layout, activation, swapped))
+        return found
+
+    found = search(())
+    if not found:
+        # limits, slopes and shifts multiply the candidates: first see that these are experts at all
+        reason = explain_mismatch(run)
+        if reason:
+            raise NoSpecError(reason)
+        found = search(constants)
     if not found:
         raise NoSpecError(
             "its activation is none of "
@@ -222,6 +236,8 @@ def _activation_candidates(gated: bool, constants: Sequence[float]) -> Iterator[
     for kind in ActivationKind:
         yield ActivationSpec(kind=kind)
     limits = sorted({abs(c) for c in constants if 0 < abs(c) < 1e6})[:6]
+    if not limits:
+        return
     infinity = float("inf")
     clamps = [(-infinity, infinity)]
     clamps += [pair for c in limits for pair in ((-infinity, c), (-c, c), (-c, infinity))]
