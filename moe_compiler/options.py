@@ -23,8 +23,8 @@ class Options:
 
     Attributes:
         strict: raise where a candidate block would be left to Inductor, or a build fails.
-        batch_invariant: a token's result may not depend on which other tokens are in the batch, bit
-            for bit.
+        batch_invariant: the experts' result of a token, given its ids and weights, may not depend on
+            which other tokens are in the batch, bit for bit.
         absorb_router: "auto" computes the router inside the op where it was proven, "never" leaves
             it in the graph.
         dump_dir: one folder per compiled graph is written there; "" for none.

@@ -151,9 +151,15 @@ def test_router_in_bf16() -> None:
         assert_close_to_fp32(y, loop(x, ids, w, model.w13, model.w2, F.silu), wide)
 
 
-def test_fp16_overflows_where_eager_does() -> None:
+def test_fp16_is_finite_where_eager_is() -> None:
+    """Sums are kept in fp32, so that ours may stay finite where eager overflows, never the reverse."""
     model = Block(form="gather", dtype=torch.float16)
-    x = 3e4 * rand(6, 16).half()
+    x = torch.tensor([1.0, 30.0, 300.0, 3e3, 1e4, 3e4])[:, None].half() * rand(6, 16).half()
     with torch.no_grad():
         got, want = torch.compile(model, backend=BACKEND)(x), model(x)
-    assert torch.equal(got.isfinite(), want.isfinite())
+    finite = want.isfinite()
+    assert finite[:2].all()
+    assert not finite[-1].all()
+    assert got[finite].isfinite().all()
+    assert got.dtype == want.dtype
+    torch.testing.assert_close(got[:1], want[:1], rtol=1e-2, atol=1e-2)
