@@ -416,26 +416,6 @@ class MoERegion:
         """K."""
         return self.router.top_k
 
-    @property
-    def op_x_dtype(self) -> str:
-        """dtype in which the op takes x: cast down where the graph casts its GEMMs down."""
-        return _narrower(self.x_dtype, self.gemm_dtype)
-
-    @property
-    def op_weight_dtype(self) -> str:
-        """dtype in which the op takes the expert weights."""
-        return _narrower(self.weight_dtype, self.gemm_dtype)
-
-
-DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
-"""Bytes of an element."""
-
-
-def _narrower(dtype: str, gemm_dtype: str) -> str:
-    if gemm_dtype and DTYPE_BYTES.get(gemm_dtype, 8) < DTYPE_BYTES.get(dtype, 0):
-        return gemm_dtype
-    return dtype
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NoMatch:
