@@ -5,8 +5,8 @@ torch.compile(model, backend="moeflex")
     capture    runtime/capture.py        a model's MoE block arrives in one graph
     options    options.py, settings.py   checked and frozen
     match      passes/match_moe.py       FX graph -> MoERegion (ir.py), proven with reference.py
-    plan       placement.py              MoERegion -> MoEPlan and its target
-    build      runtime/cpu_target.py     codegen/, templates/ -> source -> library, in background
+    plan       placement.py, targets.py  MoERegion -> MoEPlan and its target
+    build      cpu_kernels, cuda_kernels codegen/, templates/ -> source -> binary, in background
     replace    passes/replace.py         moeflex::moe_layer (runtime/op.py) goes into the graph
     inductor   torch._inductor           compiles the rest
     report     report.py                 what was done, for `moeflex inspect`, dumps and logs

@@ -30,3 +30,15 @@ def prepare(plan: MoEPlan, x_dtype: str, weight_dtypes: Sequence[str]) -> None:
     """
     isa, template = Isa(cpu_target.isa()), cpu_target.kernel_template()
     cpu_target.prepare(codegen.make_kernel(plan, x_dtype, weight_dtypes, isa, template))
+
+
+def finish() -> None:
+    """Wait for the builds and let the built library serve the op.
+
+    Raises:
+        BuildError: a build failed; the message names its log.
+    """
+    from moe_compiler.runtime import op
+
+    cpu_target.wait()
+    op.load_library("CPU", cpu_target.load_op_library)

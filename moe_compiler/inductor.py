@@ -36,9 +36,9 @@ def compile_graph(
     with contextlib.ExitStack() as stack:
         tag = cache_tag(options) if holds_op else None
         if tag is not None:
-            stack.enter_context(tag)
+            stack.enter_context(tag())
             # The backward graph may be compiled later, when this frame is gone.
-            inner = tag(inner)
+            inner = _under(tag, inner)
         try:
             # A BaseException that asks dynamo to restart its analysis passes through here.
             compiled: Callable[..., Any] = compile_fx(  # type: ignore[assignment]
@@ -57,8 +57,8 @@ def compile_graph(
     return compiled
 
 
-def cache_tag(options: Options) -> Any:
-    """The patch that puts our sources and options into the keys of torch's compile caches.
+def cache_tag(options: Options) -> Callable[[], contextlib.AbstractContextManager[Any]] | None:
+    """What puts our sources and options into the keys of torch's compile caches, inside of a block.
 
     The plan of every op is in the graph, and the op is called by name; the tag covers what a plan
     cannot say: a change of how passes edit a graph, and of the op's schema. None on a torch without
@@ -69,9 +69,22 @@ def cache_tag(options: Options) -> Any:
     config: Any = getattr(torch.compiler, "config", None)
     if not hasattr(config, "cache_key_tag"):
         return None
-    return config.patch(
-        cache_key_tag=f"{config.cache_key_tag}moeflex:{source_digest()}:{options.cache_tag}"
-    )
+    tag = f"{config.cache_key_tag}moeflex:{source_digest()}:{options.cache_tag}"
+    # A patch of its own for every block: torch 2.11 cannot enter one a second time inside itself.
+    return lambda: config.patch(cache_key_tag=tag)
+
+
+def _under(
+    context: Callable[[], contextlib.AbstractContextManager[Any]], function: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`function`, called inside of a new context each time."""
+
+    @functools.wraps(function)
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return function(*args, **kwargs)
+
+    return inside
 
 
 @functools.cache

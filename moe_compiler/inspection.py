@@ -29,11 +29,14 @@ from moe_compiler.passes.match_moe import Match, find_regions
 from moe_compiler.placement import place
 from moe_compiler.reference import DTYPE_NAMES
 from moe_compiler.runtime.machine_probe import probe_cpu
+from moe_compiler.targets import Device
 
 DEFAULT_TOKENS = (1, 16, 64, 256, 2048, 8192)
 LEVELS = ("torch", "aten")
 DEVICES = (*floor.MACHINES, "cpu")
 SHAPES = ("dynamic", "static")
+# What targets are chosen for, by the name of the machine.
+PLACES = {"cpu": Device(type="cpu"), "h200": Device(type="cuda", capability=(9, 0), here=False)}
 
 _INDUCTOR = "inductor, as the model spells it"
 
@@ -260,14 +263,13 @@ def _block(
     tensors = floor.expert_tensors(region.experts, region.weight_dtype)
     num_bytes = sum(tensor.num_bytes for tensor in tensors)
     per_expert = num_bytes // region.experts.num_experts
-    device_type = "cpu" if request.device == "cpu" else "cuda"
     return BlockReport(
         name=region.name or entry.output.name,
         module_class=region.module_class,
         status=Status.MATCHED,
         router=region.router.kind,
         region=region,
-        target=place(entry, options.Options(), device_type=device_type).title,
+        target=place(entry, options.Options(), device=PLACES[request.device]).title,
         tensors=tensors,
         expert_bytes=num_bytes,
         bytes_per_expert=per_expert,

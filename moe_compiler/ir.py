@@ -349,6 +349,41 @@ class CpuKernel:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CudaKernel:
+    """A rendered Hopper kernel, for a range of token counts.
+
+    Attributes:
+        name: short name, for people and for the build cache.
+        source: the translation unit.
+        entry: name of the kernel function.
+        first_tokens, last_tokens: the range of T, both ends in it.
+        launch: fields of the C structure that describes the launch, by name.
+    """
+
+    name: str
+    source: str
+    entry: str
+    first_tokens: int
+    last_tokens: int
+    launch: tuple[tuple[str, int], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CudaProgram:
+    """The Hopper kernels of one plan, and what the op library has to know to call them.
+
+    Attributes:
+        plan_key: `MoEPlan.key` of the plan that they serve.
+        layer: fields of the C structure that describes the layer, by name.
+        kernels: by rising T, without overlap.
+    """
+
+    plan_key: str
+    layer: tuple[tuple[str, int], ...]
+    kernels: tuple[CudaKernel, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
     """How a region was proven.
 

@@ -298,9 +298,7 @@ class _Work:
         except BuildError as error:
             if self.options.strict:
                 raise
-            log.warning(
-                "the CPU target could not be built; its MoE blocks go to Inductor. %s", error
-            )
+            log.warning("a target could not be built; its MoE blocks go to Inductor. %s", error)
             self.give_back(f"build failed: {error}")
             return self._compile()
         finally:

@@ -7,7 +7,8 @@ The policy, by the device of the region's tensors:
 * CPU without one: the op in plain torch. Inductor has no compiler then either, so the whole graph
   runs as plain torch, and the sorted loop of the op is as fast as the other spellings there, and
   far faster than gathered weights.
-* any other device: Inductor. This version has no target for it.
+* any other device: the first target of `targets.TARGETS` that takes the layer; else Inductor, with
+  the reasons of all.
 
 A region that casts its GEMMs down (explicitly, or by autocast) keeps those casts: the op gets the
 cast tensors and rounds where the graph does. One that rounds further inside stays with Inductor.
@@ -24,16 +25,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from moe_compiler import cpu_kernels
 from moe_compiler.ir import MoEPlan, MoERegion, RouterSpec, Score
 from moe_compiler.options import Options
 from moe_compiler.reference import DTYPE_NAMES, DTYPES
 from moe_compiler.runtime import cpu_target
+from moe_compiler.targets import PLAIN, Device, Layer, Target, choose_target, device_of
 
 log = logging.getLogger(__name__)
-
-CPU = "cpu"
-PLAIN = "plain torch"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,18 +39,23 @@ class Placement:
     """What computes a region.
 
     Attributes:
-        target: "cpu" or "plain torch"; "" when the region stays with Inductor.
-        plan: the plan of the op; None when there is no target.
-        x_dtype: "bf16" | "fp16" | "fp32" | "fp64".
-        weight_dtypes: one for each expert tensor.
-        reason: why there is no target, or "".
+        target: `NAME` of the target, or "plain torch"; "" when the region stays with Inductor.
+        layer: what the target computes; None when there is no target.
+        device: where; None when there is no target.
+        builder: the target itself; None where nothing is to be built.
+        reason: why there is no target, or why not a better one; "" for the best.
     """
 
     target: str
-    plan: MoEPlan | None = None
-    x_dtype: str = ""
-    weight_dtypes: tuple[str, ...] = ()
+    layer: Layer | None = None
+    device: Device | None = None
+    builder: Target | None = None
     reason: str = ""
+
+    @property
+    def plan(self) -> MoEPlan | None:
+        """The plan of the op; None when there is no target."""
+        return None if self.layer is None else self.layer.plan
 
     @property
     def absorb_router(self) -> bool:
@@ -62,7 +65,9 @@ class Placement:
     @property
     def title(self) -> str:
         """Short text for reports."""
-        return self.target or f"inductor: {self.reason}"
+        if not self.target:
+            return f"inductor: {self.reason}"
+        return f"{self.target} ({self.reason})" if self.reason else self.target
 
 
 def plans_for(region: MoERegion, options: Options) -> list[MoEPlan]:
@@ -92,44 +97,57 @@ def plans_for(region: MoERegion, options: Options) -> list[MoEPlan]:
     return [dataclasses.replace(external, router=region.router), external]
 
 
-def place(match: Any, options: Options, *, device_type: str = "") -> Placement:
+def place(match: Any, options: Options, *, device: Device | None = None) -> Placement:
     """Choose the target of a match of `passes.match_moe`.
 
     Args:
         match: the match.
         options: of this compilation.
-        device_type: the device to choose for, "" for that of the match's tensors; `inspect` traces
+        device: the device to choose for, None for that of the match's tensors; `inspect` traces
             models on the meta device and asks for another.
     """
-    reason = _unplaceable(match, options, device_type)
+    if "build" in options.disable:
+        return Placement(target="", reason="the stage 'build' is disabled")
+    tensors = [_value(node) for node in (match.x, *match.experts)]
+    device = device or device_of(tensor.device for tensor in tensors)
+    if device is None:
+        kinds = sorted({str(tensor.device) for tensor in tensors})
+        return Placement(target="", reason=f"its tensors lie on {' and '.join(kinds)}")
+    reason = _narrowing(match)
     if reason:
         return Placement(target="", reason=reason)
-    plans = plans_for(match.region, options)
+    layers = [_layer(match, plan) for plan in plans_for(match.region, options)]
+    if device.type == "cpu" and cpu_compiler_missing():
+        return Placement(target=PLAIN, layer=layers[0], device=device)
+    for layer in layers:
+        choice = choose_target(device, layer)
+        if choice.target is not None:
+            return Placement(
+                target=choice.target.NAME,
+                layer=layer,
+                device=device,
+                builder=choice.target,
+                reason=choice.reason,
+            )
+    return Placement(target="", reason=choice.reason)
+
+
+def _layer(match: Any, plan: MoEPlan) -> Layer:
+    """What the op is asked to compute for a match under a plan."""
     x_dtype, *weight_dtypes = (
         _op_dtype(_value(node).dtype, match.region.gemm_dtype) for node in (match.x, *match.experts)
     )
-    if cpu_compiler_missing():
-        return Placement(
-            target=PLAIN, plan=plans[0], x_dtype=x_dtype, weight_dtypes=tuple(weight_dtypes)
-        )
-    for plan in plans:
-        reason = cpu_kernels.unsupported(plan, x_dtype, weight_dtypes) or ""
-        if not reason:
-            return Placement(
-                target=CPU, plan=plan, x_dtype=x_dtype, weight_dtypes=tuple(weight_dtypes)
-            )
-    return Placement(target="", reason=reason)
-
-
-def _unplaceable(match: Any, options: Options, device_type: str) -> str:
-    """Why no target takes a match, whatever its plan; "" when one may."""
-    if "build" in options.disable:
-        return "the stage 'build' is disabled"
-    kinds = {_value(node).device.type for node in (match.x, *match.experts)}
-    kinds = {device_type} if device_type else kinds
-    if kinds != {"cpu"}:
-        return f"no {' + '.join(sorted(kinds)).upper()} target in this version"
-    return _narrowing(match)
+    external = plan.router.score is Score.EXTERNAL
+    weights = _value(match.weights if external else match.logits)
+    return Layer(
+        plan=plan,
+        x_dtype=x_dtype,
+        weight_dtypes=tuple(weight_dtypes),
+        combine_dtype=DTYPE_NAMES.get(weights.dtype, str(weights.dtype)),
+        index_dtype=str(_value(match.ids).dtype).removeprefix("torch."),
+        num_tokens=match.region.num_tokens,
+        expert_strides=tuple(tuple(_value(node).stride()) for node in match.experts),
+    )
 
 
 def _narrowing(match: Any) -> str:
@@ -190,21 +208,18 @@ class Builds:
     """The builds that a graph's placements need; they run in the background until `finish`."""
 
     def __init__(self, placements: Iterable[Placement]) -> None:
-        self._needed = False
+        self._builders: dict[str, Target] = {}
         for placement in placements:
-            if placement.target == CPU and placement.plan is not None:
-                self._needed = True
-                cpu_kernels.prepare(placement.plan, placement.x_dtype, placement.weight_dtypes)
+            if placement.builder is None or placement.layer is None or placement.device is None:
+                continue
+            self._builders[placement.target] = placement.builder
+            placement.builder.prepare(placement.layer, placement.device)
 
     def finish(self) -> None:
-        """Wait for the builds and let the built library serve the op.
+        """Wait for the builds and let the built libraries serve the op.
 
         Raises:
             BuildError: a build failed; the message names its log.
         """
-        if not self._needed:
-            return
-        from moe_compiler.runtime import op
-
-        cpu_target.wait()
-        op.load_cpu_library(cpu_target.load_op_library)
+        for builder in self._builders.values():
+            builder.finish()

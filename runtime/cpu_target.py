@@ -258,7 +258,7 @@ def _layer_spec(kernel: CpuKernel) -> _LayerSpec:
 
 @functools.cache
 def _headers() -> dict[str, str]:
-    files = [TEMPLATES / "scheduler.h", *sorted((TEMPLATES / "cpu").glob("*.h"))]
+    files = [*sorted(TEMPLATES.glob("*.h")), *sorted((TEMPLATES / "cpu").glob("*.h"))]
     return {str(path.relative_to(TEMPLATES)): path.read_text() for path in files}
 
 
@@ -279,7 +279,7 @@ def _kernel_unit(kernel: CpuKernel) -> Unit:
 def _library_unit() -> Unit:
     compiler = toolchain.find_compiler()
     root = Path(torch.__file__).parent
-    includes = (f"-I{root / 'include'}", f"-I{TEMPLATES / 'cpu'}")
+    includes = (f"-I{root / 'include'}", f"-I{TEMPLATES / 'cpu'}", f"-I{TEMPLATES}")
     link = (f"-L{root / 'lib'}", "-ltorch_cpu")
     define = f"-DTORCH_TARGET_VERSION={_TARGET_VERSION}"
     return Unit(

@@ -37,10 +37,14 @@ _SLOW_BUILD_S = 1.0
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KernelResources:
-    """What a kernel of a cubin uses: registers a thread at entry, bytes of stack a thread."""
+    """What a kernel of a cubin uses: registers and bytes of stack a thread, shared bytes a block.
+
+    The registers are those at entry; the shared memory is what the kernel asks for at its launch.
+    """
 
     num_registers: int
     stack_bytes: int
+    shared_bytes: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,7 +205,8 @@ def _unit(name: str, source: str, arch: str, compiler: str) -> tuple[build_cache
             "building a CUDA kernel needs NVRTC (the package cuda-core, which CUDA builds of torch "
             "bring) or nvcc on the PATH or under $CUDA_HOME; neither was found"
         )
-    headers = sorted([*TEMPLATES.glob("cuda/*.cuh"), TEMPLATES / "scheduler.h"])
+    shared = [TEMPLATES / "cuda" / "layer_args.h", TEMPLATES / "scheduler.h"]
+    headers = sorted([*TEMPLATES.glob("cuda/*.cuh"), *shared])
     inputs = {path.name: path.read_text() for path in headers}
     unit = build_cache.Unit(
         name=name,
@@ -234,18 +239,31 @@ _ATTRIBUTE_FRAME_SIZE, _ATTRIBUTE_MIN_STACK, _ATTRIBUTE_REGISTERS = 0x11, 0x12, 
 
 
 def _sections(cubin: bytes) -> dict[str, tuple[int, int]]:
-    """Section name -> (offset, bytes) of a 64-bit little-endian ELF image."""
+    """Section name -> (offset, bytes) of a 64-bit little-endian ELF image, in the file's order."""
     if cubin[:5] != b"\x7fELF\x02":
         raise BuildError("the compiler's output is no 64-bit ELF image; a cubin was asked for")
     table, entry_bytes, count, names_idx = struct.unpack_from("<40xQ10xHHH", cubin, 0)
     headers = [struct.unpack_from("<IIQQQQ", cubin, table + i * entry_bytes) for i in range(count)]
-    names_offset = headers[names_idx][4]
+    names = headers[names_idx][4]
+    return {_text_at(cubin, names + header[0]): (header[4], header[5]) for header in headers}
 
-    def name_of(offset: int) -> str:
-        start = names_offset + offset
-        return cubin[start : cubin.index(b"\0", start)].decode()
 
-    return {name_of(header[0]): (header[4], header[5]) for header in headers}
+def _text_at(cubin: bytes, start: int) -> str:
+    return cubin[start : cubin.index(b"\0", start)].decode()
+
+
+def read_int(cubin: bytes, name: str) -> int:
+    """The initial value of the int `name`, a global variable of a cubin; 0 where it has none."""
+    sections = _sections(cubin)
+    offsets = [offset for offset, _ in sections.values()]
+    symbols, size = sections[".symtab"]
+    names, _ = sections[".strtab"]
+    for at in range(symbols, symbols + size, 24):
+        name_offset, section_idx, address = struct.unpack_from("<I2xHQ", cubin, at)
+        if _text_at(cubin, names + name_offset) == name:
+            found: int = struct.unpack_from("<i", cubin, offsets[section_idx] + address)[0]
+            return found
+    return 0
 
 
 def _attributes(blob: bytes) -> Iterator[tuple[int, bytes]]:
@@ -280,7 +298,11 @@ def read_resources(cubin: bytes, entry: str) -> KernelResources:
             registers = max(registers, value)
         elif attribute in (_ATTRIBUTE_FRAME_SIZE, _ATTRIBUTE_MIN_STACK):
             stack = max(stack, value)
-    return KernelResources(num_registers=registers, stack_bytes=stack)
+    return KernelResources(
+        num_registers=registers,
+        stack_bytes=stack,
+        shared_bytes=read_int(cubin, "moeflex_shared_bytes"),
+    )
 
 
 def disassemble(cubin: bytes, disassembler: str) -> str:

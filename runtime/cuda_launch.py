@@ -67,7 +67,7 @@ class KernelConfig(Protocol):
 
 
 class LayerArgs(ctypes.Structure):
-    """The same bytes as `moeflex::LayerArgs` in templates/cuda/layer_args.cuh."""
+    """The same bytes as `moeflex::LayerArgs` in templates/cuda/layer_args.h."""
 
     _fields_ = (
         *(

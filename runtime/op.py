@@ -11,8 +11,11 @@ of x. The tensors of `router` and `experts` are those of `moe_compiler.reference
 has one flag for each of `[x, *router, *experts]`, and the result one gradient for each true flag.
 
 Importing this module defines the op, with the plain-torch kernels for CPU and CUDA. A compiled
-library that brings its own CPU kernel is loaded through `load_cpu_library`, which makes the
-plain-torch one give way first: a dispatch key has one kernel at any time.
+library that brings its own kernel is loaded through `load_library`, which makes the plain-torch one
+give way first: a dispatch key has one kernel at any time.
+
+On CUDA, what the compiled library does not serve goes to `moeflex::moe_layer_elsewhere`, of the same
+schema: the function that `serve_cuda` was given for the plan, or plain torch.
 """
 
 from __future__ import annotations
@@ -43,8 +46,12 @@ _BACKWARD = f"{_NAMESPACE}::moe_layer_backward"
 
 _registry: Any = torch.library  # untyped upstream
 _library = _registry.Library(_NAMESPACE, "FRAGMENT")
-_cpu_lock = threading.Lock()
-_plain_cpu_library: Any = None
+_lock = threading.Lock()
+# The registration of the plain-torch kernel of each dispatch key, while it serves.
+_plain_kernels: dict[str, Any] = {}
+
+LayerFunction = Callable[[MoEPlan, Tensor, Sequence[Tensor], Sequence[Tensor]], Tensor]
+_cuda_functions: dict[str, LayerFunction] = {}
 
 read_plan: Callable[[str], MoEPlan] = functools.lru_cache(maxsize=4096)(MoEPlan.from_key)
 
@@ -53,6 +60,35 @@ def _plain_forward(
     x: Tensor, router: Sequence[Tensor], experts: Sequence[Tensor], plan: str
 ) -> Tensor:
     return op_forward.forward(read_plan(plan), x, router, experts)
+
+
+def serve_cuda(plan: str, function: LayerFunction) -> None:
+    """Let `function(plan, x, router, experts)` compute a plan on CUDA tensors.
+
+    It serves wherever no compiled kernel does: see `moe_layer_elsewhere` in the module's text.
+    """
+    _cuda_functions[plan] = function
+
+
+def _cuda_forward(
+    x: Tensor, router: Sequence[Tensor], experts: Sequence[Tensor], plan: str
+) -> Tensor:
+    function = _cuda_functions.get(plan)
+    if function is not None:
+        return function(read_plan(plan), x, router, experts)
+    _say_plain_torch(plan, str(x.device))
+    return _plain_forward(x, router, experts, plan)
+
+
+@functools.lru_cache(maxsize=256)
+def _say_plain_torch(plan: str, device: str) -> None:
+    """Once a plan: nothing faster was prepared for it."""
+    log.warning(
+        "moeflex::moe_layer on %s runs in plain torch, which is slow and synchronises with the host: "
+        "no kernel was prepared for these dtypes, or this number of tokens, of the plan %s",
+        device,
+        plan,
+    )
 
 
 def _plain_backward(
@@ -151,53 +187,61 @@ def _define() -> None:
         _FORWARD, _differentiate, setup_context=_save_for_backward, lib=_library
     )
     _registry.register_autograd(_BACKWARD, _no_second_derivative, lib=_library)
-    _library.impl("moe_layer", _plain_forward, "CUDA")
     for key in ("CPU", "CUDA"):
         _library.impl("moe_layer_backward", _plain_backward, key)
+    _library.define(
+        "moe_layer_elsewhere(Tensor x, Tensor[] router, Tensor[] experts, str plan) -> Tensor",
+        tags=tags,
+    )
+    _library.impl("moe_layer_elsewhere", _cuda_forward, "CUDA")
 
 
-def use_plain_cpu() -> None:
-    """Serve `moe_layer` on CPU tensors in plain torch; no effect when it already is."""
-    global _plain_cpu_library
-    with _cpu_lock:
-        if _plain_cpu_library is None:
-            _plain_cpu_library = _registry.Library(_NAMESPACE, "IMPL", "CPU")
-            _plain_cpu_library.impl("moe_layer", _plain_forward)
+_PLAIN_FORWARD = {"CPU": _plain_forward, "CUDA": _cuda_forward}
 
 
-def load_cpu_library(load: Callable[[], None]) -> None:
-    """Let a compiled library serve `moe_layer` on CPU tensors.
+def _register_plain(key: str) -> None:
+    _plain_kernels[key] = _registry.Library(_NAMESPACE, "IMPL", key)
+    _plain_kernels[key].impl("moe_layer", _PLAIN_FORWARD[key])
+
+
+def use_plain(key: str) -> None:
+    """Serve `moe_layer` under a dispatch key ("CPU", "CUDA") in plain torch; no effect when it already is."""
+    with _lock:
+        if key not in _plain_kernels:
+            _register_plain(key)
+
+
+def load_library(key: str, load: Callable[[], None]) -> None:
+    """Let a compiled library serve `moe_layer` under a dispatch key.
 
     Args:
-        load: registers the compiled kernel for the CPU key. Called at most once in a process.
+        key: "CPU" | "CUDA".
+        load: registers the compiled kernel for the key. Called at most once in a process.
 
     Raises:
         Exception: what `load` raised; the plain-torch kernel serves again then.
     """
-    global _plain_cpu_library
-    with _cpu_lock:
-        if _plain_cpu_library is None:
+    with _lock:
+        if key not in _plain_kernels:
             return
-        plain, _plain_cpu_library = _plain_cpu_library, None
-        plain._destroy()
+        _plain_kernels.pop(key)._destroy()
         try:
             load()
         except BaseException:
-            _plain_cpu_library = _registry.Library(_NAMESPACE, "IMPL", "CPU")
-            _plain_cpu_library.impl("moe_layer", _plain_forward)
+            _register_plain(key)
             raise
-        log.info("moeflex::moe_layer on CPU tensors is now served by the compiled target")
+        log.info("moeflex::moe_layer on %s tensors is now served by the compiled target", key)
 
 
 @contextlib.contextmanager
-def plain_torch() -> Iterator[None]:
-    """Serve `moe_layer` on CPU tensors in plain torch inside of the block, whatever is loaded.
+def plain_torch(key: str = "CPU") -> Iterator[None]:
+    """Serve `moe_layer` under a dispatch key in plain torch inside of the block, whatever is loaded.
 
     For comparisons; in all threads.
     """
     library = None
-    if not served_in_plain_torch("cpu"):
-        library = _registry.Library(_NAMESPACE, "IMPL", "CPU")
+    if key not in _plain_kernels:
+        library = _registry.Library(_NAMESPACE, "IMPL", key)
         library.impl("moe_layer", _plain_forward)
     try:
         yield
@@ -208,8 +252,9 @@ def plain_torch() -> Iterator[None]:
 
 def served_in_plain_torch(device_type: str) -> bool:
     """Whether `moe_layer` on this kind of device runs the plain-torch kernel."""
-    return device_type != "cpu" or _plain_cpu_library is not None
+    return device_type.upper() in _plain_kernels
 
 
 _define()
-use_plain_cpu()
+for _key in _PLAIN_FORWARD:
+    use_plain(_key)

@@ -30,6 +30,10 @@ def pytest_configure(config: pytest.Config) -> None:
         folder = tempfile.mkdtemp(prefix="moeflex-tests-")
         os.environ["MOEFLEX_CACHE_DIR"] = folder
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    # Where it is installed, an einsum of three operands looks for the best order at trace time, which
+    # makes every symbolic size static: then models here would not be dynamic in T.
+    if torch.backends.opt_einsum.is_available():
+        torch.backends.opt_einsum.enabled = False
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 

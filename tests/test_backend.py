@@ -156,7 +156,7 @@ def test_only_graphs_with_our_op_have_cache_keys_of_their_own(calls):
 
 def test_cache_tag_covers_the_options_that_matter():
     def tag(**options):
-        with inductor.cache_tag(Options(**options)):
+        with inductor.cache_tag(Options(**options))():
             return torch.compiler.config.cache_key_tag
 
     assert tag() == tag(dump_dir="/tmp", strict=True)

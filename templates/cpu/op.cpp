@@ -4,8 +4,6 @@
 // `moeflex_register`. Needs no Python at run time.
 #include <pthread.h>
 #include <sys/mman.h>
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/c/shim.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -21,6 +19,9 @@
 
 #include "args.h"
 #include "op_table.h"
+#include "stable_tensors.h"
+
+using namespace moeflex::stable;
 
 namespace {
 
@@ -103,10 +104,6 @@ void release(void* memory) {
 // A forked child has torch's thread pool in name only: it computes alone.
 bool in_forked_child = false;
 
-void check(AOTITorchError error, const char* what) {
-    if (error) throw std::runtime_error(std::string("moeflex::moe_layer: torch failed in ") + what);
-}
-
 struct Team {
     MoeflexBody body;
     void* context;
@@ -136,95 +133,6 @@ std::unordered_map<std::string, std::vector<std::unique_ptr<Entry>>>& table() {
 const char* name_of(int32_t dtype) {
     static const char* names[] = {"bf16", "fp16", "fp32", "fp64"};
     return dtype >= 0 && dtype < 4 ? names[dtype] : "another dtype";
-}
-
-// ---- tensors ---------------------------------------------------------------------------------------
-struct View {
-    const char* data = nullptr;
-    int64_t dim = 0;
-    int64_t* sizes = nullptr;
-    int64_t* strides = nullptr;
-    int32_t dtype = 0;  // torch's code
-};
-
-struct Handle {
-    AtenTensorHandle tensor = nullptr;
-    explicit Handle(AtenTensorHandle t) : tensor(t) {}
-    Handle(const Handle&) = delete;
-    Handle(Handle&& other) noexcept : tensor(other.tensor) { other.tensor = nullptr; }
-    ~Handle() {
-        if (tensor) aoti_torch_delete_tensor_object(tensor);
-    }
-    View view() const {
-        View v;
-        const void* data = nullptr;
-        check(torch_get_const_data_ptr(tensor, &data), "data_ptr");
-        v.data = (const char*)data;
-        check(aoti_torch_get_dim(tensor, &v.dim), "dim");
-        check(aoti_torch_get_sizes(tensor, &v.sizes), "sizes");
-        check(aoti_torch_get_strides(tensor, &v.strides), "strides");
-        check(aoti_torch_get_dtype(tensor, &v.dtype), "dtype");
-        return v;
-    }
-};
-
-int float_code(int32_t dtype) {
-    static const int32_t codes[] = {aoti_torch_dtype_bfloat16(), aoti_torch_dtype_float16(),
-                                    aoti_torch_dtype_float32(), aoti_torch_dtype_float64()};
-    for (int i = 0; i < 4; ++i)
-        if (codes[i] == dtype) return i;
-    return -1;
-}
-int32_t torch_code(int dtype) {
-    static const int32_t codes[] = {aoti_torch_dtype_bfloat16(), aoti_torch_dtype_float16(),
-                                    aoti_torch_dtype_float32(), aoti_torch_dtype_float64()};
-    return codes[dtype];
-}
-size_t float_bytes(int dtype) {
-    return dtype < 2 ? 2 : dtype == 2 ? 4 : 8;
-}
-
-std::vector<Handle> steal_list(StableIValue value) {
-    StableListHandle list;
-    std::memcpy(&list, &value, sizeof list);
-    std::vector<Handle> handles;
-    size_t size = 0;
-    AOTITorchError error = torch_list_size(list, &size);
-    handles.reserve(size);
-    for (size_t i = 0; !error && i < size; ++i) {
-        StableIValue item;
-        error = torch_list_get_item(list, i, &item);
-        if (error) break;
-        AtenTensorHandle tensor;
-        std::memcpy(&tensor, &item, sizeof tensor);
-        handles.emplace_back(tensor);
-    }
-    torch_delete_list(list);
-    check(error, "a list of tensors");
-    return handles;
-}
-
-struct Text {
-    StringHandle handle;
-    explicit Text(StableIValue value) { std::memcpy(&handle, &value, sizeof handle); }
-    ~Text() { torch_delete_string(handle); }
-    std::string str() const {
-        const char* data = nullptr;
-        size_t length = 0;
-        check(torch_string_length(handle, &length), "the plan's text");
-        check(torch_string_c_str(handle, &data), "the plan's text");
-        return std::string(data, length);
-    }
-};
-
-[[noreturn]] void refuse(const std::string& text) {
-    throw std::runtime_error("moeflex::moe_layer: " + text);
-}
-
-std::string shape_of(const View& v) {
-    std::string s = "[";
-    for (int64_t i = 0; i < v.dim; ++i) s += (i ? ", " : "") + std::to_string(v.sizes[i]);
-    return s + "]";
 }
 
 // [..., inner] as rows of `inner` with one stride between rows; false when the leading axes do not collapse.
@@ -406,9 +314,9 @@ const Entry* find(const std::string& plan, int x_dtype, const std::vector<Handle
            " and the expert tensors given; compile the model again after a change of dtype");
 }
 
-AtenTensorHandle compute(const std::vector<Handle>& x_in, const std::vector<Handle>& router,
+AtenTensorHandle compute(const Handle& x_in, const std::vector<Handle>& router,
                          const std::vector<Handle>& tensors, const std::string& plan) {
-    const View x = x_in[0].view();
+    const View x = x_in.view();
     const int x_dtype = float_code(x.dtype);
     std::unique_ptr<Experts> experts;
     const Entry* entry = find(plan, x_dtype, tensors, experts);
@@ -490,20 +398,9 @@ AtenTensorHandle compute(const std::vector<Handle>& x_in, const std::vector<Hand
     return out;
 }
 
-// (Tensor x, Tensor[] router, Tensor[] experts, str plan) -> Tensor. Takes ownership of what is on the stack.
 void moe_layer(StableIValue* stack, uint64_t num_args, uint64_t) {
-    if (num_args != 4)
-        refuse("the schema has another number of arguments than this library was built for");
-    std::vector<Handle> x;
-    AtenTensorHandle tensor;
-    std::memcpy(&tensor, &stack[0], sizeof tensor);
-    x.emplace_back(tensor);
-    Text plan(stack[3]);
-    const std::vector<Handle> router = steal_list(stack[1]);
-    const std::vector<Handle> experts = steal_list(stack[2]);
-    const AtenTensorHandle out = compute(x, router, experts, plan.str());
-    stack[0] = 0;
-    std::memcpy(&stack[0], &out, sizeof out);
+    Arguments given(stack, num_args);
+    set_result(stack, compute(given.x, given.router, given.experts, given.plan()));
 }
 
 struct Registration {

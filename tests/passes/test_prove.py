@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(autouse=True)
 def _nothing_is_proven() -> Iterator[None]:
-    op.use_plain_cpu()
+    op.use_plain("CPU")
     prove.clear_proofs()
     yield
     prove.clear_proofs()

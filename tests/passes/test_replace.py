@@ -14,7 +14,7 @@ from tests.passes.test_match_moe import Small
 
 @pytest.fixture(autouse=True)
 def _plain_op() -> None:
-    op.use_plain_cpu()
+    op.use_plain("CPU")
 
 
 def ops(gm: fx.GraphModule) -> list[str]:

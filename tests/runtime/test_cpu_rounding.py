@@ -46,7 +46,7 @@ def test_results_are_rounded_like_the_graph_rounds(
     experts = [torch.randn(spec.tensor_shape(role)).to(narrow) for role in spec.tensor_roles]
 
     cpu_kernels.prepare(rounding, dtype, [dtype])
-    op.load_cpu_library(cpu_target.load_op_library)
+    op.load_library("CPU", cpu_target.load_op_library)
     cpu_target.wait()
     ours = torch.ops.moeflex.moe_layer(x, [ids, weights], experts, rounding.key)
     expected = moe_layer(rounding, x, [ids, weights], experts)

@@ -110,7 +110,7 @@ def compiled() -> None:
     for case in ALL_CASES:
         prepare(case)
     cpu_target.wait()
-    op.load_cpu_library(cpu_target.load_op_library)
+    op.load_library("CPU", cpu_target.load_op_library)
 
 
 def prepare(case: Case) -> None:
@@ -493,7 +493,7 @@ import os, sys, torch
 from tests.runtime.test_cpu_target import Case, prepare, cpu_target, op, run
 torch.set_num_threads(2)
 case = Case(tokens=50)
-prepare(case); op.load_cpu_library(cpu_target.load_op_library)
+prepare(case); op.load_library("CPU", cpu_target.load_op_library)
 x, router = case.inputs(); experts = case.expert_tensors()
 first = torch.ops.moeflex.moe_layer(x, router, experts, case.plan.key)
 pid = os.fork()

@@ -55,7 +55,7 @@ def test_a_cta_fence_in_the_k_loop_is_fine() -> None:
 
 @pytest.mark.parametrize("code", cuda_build.REFUSED_WARNINGS)
 def test_warnings_that_cost_the_speed_are_refused(code: str) -> None:
-    resources = KernelResources(num_registers=168, stack_bytes=0)
+    resources = KernelResources(num_registers=168, stack_bytes=0, shared_bytes=0)
     text = f"ptxas info    : ({code}) Potential Performance Loss: wgmma ... serialized"
     with pytest.raises(BuildError, match=code):
         cuda_build._refuse("k", text, resources, False)

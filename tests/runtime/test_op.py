@@ -450,18 +450,19 @@ def test_a_compiled_library_takes_over_and_gives_back_when_it_fails(monkeypatch)
         raise OSError("no such library")
 
     with pytest.raises(OSError, match="no such library"):
-        op.load_cpu_library(broken)
+        op.load_library("CPU", broken)
     assert torch.equal(call(plan, *args), expected)
 
     library = torch.library.Library("moeflex", "IMPL", "CPU")
-    op.load_cpu_library(
-        lambda: library.impl("moe_layer", lambda x, router, experts, plan: x.new_full((T, H), 7.0))
+    op.load_library(
+        "CPU",
+        lambda: library.impl("moe_layer", lambda x, router, experts, plan: x.new_full((T, H), 7.0)),
     )
     try:
         assert not op.served_in_plain_torch("cpu")
         assert torch.equal(call(plan, *args), torch.full((T, H), 7.0, dtype=torch.float64))
-        op.load_cpu_library(broken)  # loaded already: not called again
+        op.load_library("CPU", broken)  # loaded already: not called again
     finally:
         library._destroy()
-        op.use_plain_cpu()
+        op.use_plain("CPU")
     assert torch.equal(call(plan, *args), expected)

@@ -1,0 +1,159 @@
+"""The Hopper kernels of one plan: which kernel for which number of tokens, rendered, and what the launcher must know.
+
+`choose_config` says which kernel a number of tokens wants; here its answers become ranges of T.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import itertools
+
+from moe_compiler.codegen.cuda import CudaConfig, Kernel, choose_config, render
+from moe_compiler.errors import PlanError, UnsupportedError
+from moe_compiler.ir import CudaKernel, CudaProgram, GateLayout, MoEPlan, Orientation, Score
+
+# T * K and tile numbers are 32-bit in the kernels.
+MAX_TOKENS = 1 << 20
+# Between neighbours of this grid at most one change of the kernel is looked for.
+_GRID = sorted({*range(1, 17), *(round(16 * 1.125**i) for i in range(95)), MAX_TOKENS} - {0})
+
+_ABI = 1
+_DTYPE_CODES = {"bf16": 0, "fp16": 1, "fp32": 2}
+_INDEX_BYTES = {"int64": 8, "int32": 4}
+_GATE_CODES = {
+    GateLayout.NONE: 0,
+    GateLayout.CONCAT: 1,
+    GateLayout.CONCAT_UP_FIRST: 2,
+    GateLayout.INTERLEAVED: 3,
+    GateLayout.INTERLEAVED_UP_FIRST: 4,
+    GateLayout.SEPARATE: 5,
+}
+
+
+@functools.lru_cache(maxsize=256)
+def ranges(
+    plan: MoEPlan, dtype: str, weight_dtype: str, index_dtype: str
+) -> tuple[tuple[int, int, CudaConfig], ...]:
+    """`(first T, last T, kernel)`, without gaps from 1 to `MAX_TOKENS`.
+
+    Raises:
+        UnsupportedError: no kernel for the plan.
+    """
+
+    def config(tokens: int) -> CudaConfig:
+        return choose_config(
+            plan, tokens, dtype, weight_dtype=weight_dtype, index_dtype=index_dtype
+        )
+
+    starts = [(1, config(1))]
+    for low, high in itertools.pairwise(_GRID):
+        before, after = starts[-1][1], config(high)
+        if after == before:
+            continue
+        span = range(low + 1, high + 1)
+        first = span[bisect.bisect_left(span, True, key=lambda t: config(t) != before)]
+        starts.append((first, after))
+    ends = [start - 1 for start, _ in starts[1:]] + [MAX_TOKENS]
+    return tuple((start, end, found) for (start, found), end in zip(starts, ends, strict=True))
+
+
+def unsupported(
+    plan: MoEPlan, dtype: str, weight_dtypes: tuple[str, ...], combine_dtype: str, index_dtype: str
+) -> str:
+    """Why the kernels cannot compute this plan with these dtypes, or "".
+
+    A plan that rounds between its GEMMs is taken: the fp32 sums of the kernels are nearer to the exact result.
+    """
+    if plan.router.score is not Score.EXTERNAL:
+        return (
+            "the sm_90a layer kernel takes ids and weights from the graph; this plan holds a router"
+        )
+    if set(weight_dtypes) != {dtype}:
+        others = ", ".join(sorted(set(weight_dtypes) - {dtype}))
+        return f"the sm_90a layer kernel needs one dtype for x and the experts; got {dtype} and {others}"
+    if combine_dtype not in _DTYPE_CODES:
+        return (
+            f"the sm_90a layer kernel takes combine weights in {', '.join(_DTYPE_CODES)}; got "
+            f"{combine_dtype}"
+        )
+    if index_dtype not in _INDEX_BYTES:
+        return f"the sm_90a layer kernel takes int64 or int32 ids; got {index_dtype}"
+    try:
+        choose_config(plan, 1, dtype)
+    except (UnsupportedError, PlanError) as error:
+        return str(error)
+    return ""
+
+
+def make_program(
+    plan: MoEPlan,
+    dtype: str,
+    template: str,
+    *,
+    combine_dtype: str,
+    index_dtype: str,
+    num_tokens: int = 0,
+) -> CudaProgram:
+    """The kernels of `plan`, rendered.
+
+    Args:
+        plan: the plan.
+        dtype: of x and the experts.
+        template: text of `templates/cuda/layer.cu.tmpl`.
+        combine_dtype: of the combine weights.
+        index_dtype: of the ids.
+        num_tokens: T where it is known: then only the kernel for it; 0 for all.
+
+    Raises:
+        UnsupportedError: no kernel for the plan.
+    """
+    spec = plan.experts
+    # `MoeflexCudaLayerSpec` of templates/cuda/op_table.h
+    layer = {
+        "abi": _ABI,
+        "num_experts": spec.num_experts,
+        "hidden": spec.hidden,
+        "intermediate": spec.intermediate,
+        "top_k": plan.router.top_k,
+        "gate_layout": _GATE_CODES[spec.gate_layout],
+        "w13_out_in": spec.w13_orientation is Orientation.OUT_IN,
+        "w2_out_in": spec.w2_orientation is Orientation.OUT_IN,
+        "has_b13": spec.has_b13,
+        "has_b2": spec.has_b2,
+        "dtype": _DTYPE_CODES[dtype],
+        "out_dtype": _DTYPE_CODES[plan.out_dtype or dtype],
+        "combine_dtype": _DTYPE_CODES[combine_dtype],
+        "index_bytes": _INDEX_BYTES[index_dtype],
+    }
+    found = ranges(plan, dtype, combine_dtype, index_dtype)
+    kernels = tuple(
+        _kernel(config, first, last, template)
+        for first, last, config in found
+        if not num_tokens or first <= num_tokens <= last
+    )
+    return CudaProgram(
+        plan_key=plan.key,
+        layer=tuple((name, int(entry)) for name, entry in layer.items()),
+        kernels=kernels,
+    )
+
+
+def _kernel(config: CudaConfig, first: int, last: int, template: str) -> CudaKernel:
+    # `MoeflexCudaKernel` of templates/cuda/op_table.h
+    launch = {
+        "prefill": config.kernel is Kernel.PREFILL,
+        "num_threads": config.num_threads,
+        "block_m": config.block_m,
+        "num_slabs": config.num_slabs,
+        "max_tiles": config.max_tiles,
+        "num_slices": config.num_slices,
+    }
+    return CudaKernel(
+        name=config.name,
+        source=render(config, template),
+        entry=config.entry,
+        first_tokens=first,
+        last_tokens=last,
+        launch=tuple((name, int(entry)) for name, entry in launch.items()),
+    )
