@@ -119,6 +119,27 @@ class RouterSpec:
             name += f">{self.normalize.value}"
         return name + (f"*{self.scale:g}" if self.scale != 1.0 else "")
 
+    @property
+    def key(self) -> str:
+        """Canonical text of this router, an argument of `moeflex::route`."""
+        return json.dumps(_pack(self), sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+    @staticmethod
+    def from_key(key: str) -> RouterSpec:
+        """Read a router back.
+
+        Raises:
+            PlanError: `key` is not the text of a router.
+        """
+        try:
+            spec = _unpack(RouterSpec, json.loads(key))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise PlanError(
+                f"not a moeflex router: {key[:120]!r} ({error}); compile the model again"
+            ) from error
+        assert isinstance(spec, RouterSpec)
+        return spec
+
 
 class WeightPosition(Name):
     """Where the combine weight w enters."""

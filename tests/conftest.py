@@ -34,6 +34,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # makes every symbolic size static: then models here would not be dynamic in T.
     if torch.backends.opt_einsum.is_available():
         torch.backends.opt_einsum.enabled = False
+    # Triton decides at its import whether kernels are interpreted.
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 
