@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from moe_compiler.ir import GateLayout, MoEPlan
+from moe_compiler.ir import GateLayout, MoEPlan, Score
 
 # Bytes of shared memory that one block may have, by compute capability.
 _SHARED_BYTES = {(8, 0): 166912, (8, 7): 166912, (9, 0): 232448, (10, 0): 232448, (10, 3): 232448}
@@ -60,6 +60,8 @@ class TritonConfig:
 
 def unsupported(plan: MoEPlan, x_dtype: str, weight_dtypes: tuple[str, ...]) -> str:
     """Why the Triton layer cannot compute this plan, or ""; one sentence for the user."""
+    if plan.router.score is not Score.EXTERNAL:
+        return "the Triton layer takes ids and weights; its router is a launch of its own"
     if not plan.experts.stacked:
         return "the Triton layer takes stacked experts; these are a list of tensors"
     if x_dtype not in _ELEMENT_BYTES:

@@ -15,6 +15,7 @@ from moe_compiler.errors import OptionError
 from moe_compiler.settings import Settings
 
 ABSORB_ROUTER = ("auto", "never")
+TARGETS = ("auto", "triton")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +28,7 @@ class Options:
             which other tokens are in the batch, bit for bit.
         absorb_router: "auto" computes the router inside the op where it was proven, "never" leaves
             it in the graph.
+        target: "auto" takes the best target of the device, "triton" the Triton layer or none.
         dump_dir: one folder per compiled graph is written there; "" for none.
         disable: stages that are skipped, in the order of the stages.
         mode: Inductor's mode, "" for its default. torch.compile refuses `mode=` beside `options=`;
@@ -37,6 +39,7 @@ class Options:
     strict: bool = False
     batch_invariant: bool = False
     absorb_router: str = "auto"
+    target: str = "auto"
     dump_dir: str = ""
     disable: tuple[str, ...] = ()
     mode: str = ""
@@ -45,7 +48,7 @@ class Options:
     @property
     def cache_tag(self) -> str:
         """The part of these options that a cached graph depends on, as text."""
-        return f"{self.batch_invariant=};{self.absorb_router=};{self.disable=}"
+        return f"{self.batch_invariant=};{self.absorb_router=};{self.target=};{self.disable=}"
 
 
 OPTION_NAMES: tuple[str, ...] = tuple(
@@ -79,6 +82,7 @@ def resolve(
         strict=_flag(own, "strict", settings.strict),
         batch_invariant=_flag(own, "batch_invariant", False),
         absorb_router=_choice(own, "absorb_router", ABSORB_ROUTER),
+        target=_choice(own, "target", TARGETS),
         dump_dir=_text(own, "dump_dir", settings.dump_dir),
         disable=_stages(own.get("disable"), settings.disable, stages),
         mode=_mode(mode or own.get("mode")),

@@ -251,6 +251,8 @@ class _Work:
                 placement.plan,
                 flow=self.flow,
                 absorb_router=placement.absorb_router,
+                router=placement.router,
+                layer_op=placement.layer_op,
             )
         except ReplaceError as error:
             self._refuse(match.region, str(error), "proven, and left to Inductor in its graph")

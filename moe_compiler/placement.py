@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from moe_compiler import triton_kernels
 from moe_compiler.ir import MoEPlan, MoERegion, RouterSpec, Score
 from moe_compiler.options import Options
 from moe_compiler.reference import DTYPE_NAMES, DTYPES
@@ -44,6 +45,8 @@ class Placement:
         device: where; None when there is no target.
         builder: the target itself; None where nothing is to be built.
         reason: why there is no target, or why not a better one; "" for the best.
+        router: computed by `moeflex::route` before the layer; None where it stays in the graph or
+            runs inside the op.
     """
 
     target: str
@@ -51,11 +54,17 @@ class Placement:
     device: Device | None = None
     builder: Target | None = None
     reason: str = ""
+    router: RouterSpec | None = None
 
     @property
     def plan(self) -> MoEPlan | None:
         """The plan of the op; None when there is no target."""
         return None if self.layer is None else self.layer.plan
+
+    @property
+    def layer_op(self) -> str:
+        """Name of the op that computes the layer."""
+        return "triton_layer" if self.target == triton_kernels.Triton.NAME else "moe_layer"
 
     @property
     def absorb_router(self) -> bool:
@@ -120,7 +129,7 @@ def place(match: Any, options: Options, *, device: Device | None = None) -> Plac
     if device.type == "cpu" and cpu_compiler_missing():
         return Placement(target=PLAIN, layer=layers[0], device=device)
     for layer in layers:
-        choice = choose_target(device, layer)
+        choice = choose_target(device, layer, only=options.target)
         if choice.target is not None:
             return Placement(
                 target=choice.target.NAME,
@@ -128,8 +137,22 @@ def place(match: Any, options: Options, *, device: Device | None = None) -> Plac
                 device=device,
                 builder=choice.target,
                 reason=choice.reason,
+                router=_router_before(match, layer, options, device),
             )
     return Placement(target="", reason=choice.reason)
+
+
+def _router_before(match: Any, layer: Layer, options: Options, device: Device) -> RouterSpec | None:
+    """The router of a match, where the router kernel computes it."""
+    spec: RouterSpec = match.region.router
+    held = layer.plan.router.score is not Score.EXTERNAL
+    if held or len(plans_for(match.region, options)) == 1:
+        return None
+    bias = None if match.router_bias is None else _value(match.router_bias).dtype
+    reason = triton_kernels.router_refused(spec, _value(match.logits).dtype, bias, device)
+    if reason:
+        log.debug("%s: the router stays in the graph: %s", match.region.name, reason)
+    return None if reason else spec
 
 
 def _layer(match: Any, plan: MoEPlan) -> Layer:
@@ -213,6 +236,8 @@ class Builds:
             if placement.builder is None or placement.layer is None or placement.device is None:
                 continue
             self._builders[placement.target] = placement.builder
+            if placement.router is not None:
+                triton_kernels.define_ops()
             placement.builder.prepare(placement.layer, placement.device)
 
     def finish(self) -> None:

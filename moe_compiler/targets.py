@@ -15,6 +15,7 @@ import torch
 from moe_compiler import cpu_kernels
 from moe_compiler.cuda_kernels import Hopper
 from moe_compiler.layer import Device, Layer, Target
+from moe_compiler.triton_kernels import Triton
 
 __all__ = [
     "CPU",
@@ -51,7 +52,7 @@ class _Cpu:
 # The targets of each kind of device, best first.
 TARGETS: dict[str, tuple[Target, ...]] = {
     "cpu": (_Cpu(),),
-    "cuda": (Hopper(),),
+    "cuda": (Hopper(), Triton()),
 }
 
 
@@ -68,9 +69,14 @@ class Choice:
     reason: str = ""
 
 
-def choose_target(device: Device, layer: Layer) -> Choice:
-    """The first target of the device's kind that takes the layer."""
-    targets = TARGETS.get(device.type, ())
+def choose_target(device: Device, layer: Layer, *, only: str = "auto") -> Choice:
+    """The first target of the device's kind that takes the layer; with `only`, that one or none."""
+    targets = [t for t in TARGETS.get(device.type, ()) if only in ("auto", t.NAME)]
+    if not targets and only != "auto":
+        reason = (
+            f"options={{'target': {only!r}}} was asked for, which does not run on {device.title}"
+        )
+        return Choice(target=None, reason=reason)
     if not targets:
         return Choice(target=None, reason=f"no {device.type.upper()} target in this version")
     reasons: list[str] = []

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import functools
 import heapq
+import operator
+from typing import Any
 
 import torch
 from torch import fx
 
 from moe_compiler.errors import MoeflexError
-from moe_compiler.ir import MoEPlan, Score
+from moe_compiler.ir import MoEPlan, RouterSpec, Score
 from moe_compiler.passes.dataflow import DataFlow
 from moe_compiler.passes.match_moe import Match
 from moe_compiler.passes.nodes import is_inplace, op_name, tensor
@@ -39,7 +41,14 @@ class ReplaceError(MoeflexError):
 
 
 def replace_region(
-    gm: fx.GraphModule, match: Match, plan: MoEPlan, *, flow: DataFlow, absorb_router: bool = False
+    gm: fx.GraphModule,
+    match: Match,
+    plan: MoEPlan,
+    *,
+    flow: DataFlow,
+    absorb_router: bool = False,
+    router: RouterSpec | None = None,
+    layer_op: str = "moe_layer",
 ) -> fx.Node:
     """Replace one block.
 
@@ -49,6 +58,8 @@ def replace_region(
         plan: what the op shall compute; its router is EXTERNAL unless `absorb_router`.
         flow: `MatchResult.flow`, taken before any replacement.
         absorb_router: the op takes logits (and bias) instead of ids and weights.
+        router: `moeflex::route` computes it in front of the layer; None where the graph does.
+        layer_op: "moe_layer" | "triton_layer".
 
     Returns:
         The node that now stands for the block's output.
@@ -65,15 +76,19 @@ def replace_region(
         if absorb_router:
             assert match.logits is not None
             assert plan.router.score is not Score.EXTERNAL
-            router = [match.logits] + ([match.router_bias] if match.router_bias else [])
+            routing = [match.logits] + ([match.router_bias] if match.router_bias else [])
+        elif router is not None:
+            rows = output.reshape(-1, output.shape[-1])
+            routing = _route(graph, match, router, rows.shape[0])
         else:
-            router = [match.ids, _sparse_weights(graph, match)]
+            routing = [match.ids, _sparse_weights(graph, match)]
         x = flow.replaced.get(match.x, match.x)
         cast = functools.partial(_cast_down, graph, match.region.gemm_dtype)
-        layer = graph.call_function(
-            torch.ops.moeflex.moe_layer.default,
-            (cast(x), router, [cast(n) for n in match.experts], plan.key),
-        )
+        experts = [cast(n) for n in match.experts]
+        separate = layer_op == "triton_layer"
+        arguments: tuple[Any, ...] = tuple(routing) if separate else (routing,)
+        arguments = (cast(x), *arguments, experts, plan.key)
+        layer = graph.call_function(getattr(torch.ops.moeflex, layer_op).default, arguments)
         layer.meta = _meta(match.output, output.reshape(-1, output.shape[-1]))
         result = layer if output.ndim == 2 else _like_output(graph, match, layer, flow)
     _redirect(flow, match, result)
@@ -96,6 +111,27 @@ def _cast_down(graph: fx.Graph, gemm_dtype: str, node: fx.Node) -> fx.Node:
     return narrow
 
 
+def _route(graph: fx.Graph, match: Match, router: RouterSpec, num_tokens: int) -> list[fx.Node]:
+    """Ids and weights [T, K] by `moeflex::route`."""
+    assert match.logits is not None
+    logits = tensor(match.logits)
+    assert logits is not None
+    op = torch.ops.moeflex.route.default
+    routed = graph.call_function(op, (match.logits, match.router_bias, router.key))
+    shape = (num_tokens, router.top_k)
+    fakes = (
+        logits.new_empty(shape, dtype=torch.int64),
+        logits.new_empty(shape, dtype=DTYPES.get(router.score_dtype, logits.dtype)),
+    )
+    routed.meta = _meta(match.ids, fakes)
+    nodes = []
+    for index, fake in enumerate(fakes):
+        node = graph.call_function(operator.getitem, (routed, index))
+        node.meta = _meta(match.ids, fake)
+        nodes.append(node)
+    return nodes
+
+
 def _sparse_weights(graph: fx.Graph, match: Match) -> fx.Node:
     """Weights [T, K]: as they are, or picked out of the dense [T, E]."""
     if not match.region.dense_weights:
@@ -108,7 +144,7 @@ def _sparse_weights(graph: fx.Graph, match: Match) -> fx.Node:
     return picked
 
 
-def _meta(origin: fx.Node, fake: torch.Tensor) -> dict[str, object]:
+def _meta(origin: fx.Node, fake: object) -> dict[str, object]:
     """Metadata of a new node: where it came from, and its fake value."""
     key = "val" if "val" in origin.meta else "example_value"
     kept: dict[str, object] = {

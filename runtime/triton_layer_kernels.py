@@ -9,7 +9,7 @@ moeflex_down      h [R, I]                -> y [R, H] by route
 moeflex_combine   y [R, H], weights [R]   -> out [T, H], summed in the order of k
 ```
 
-An id outside of [0, E) takes no row; its row of y is never read. No launch uses atomics, and no sum
+An id outside of [0, E) takes no row; its row of y does not count. No launch uses atomics, and no sum
 depends on the order in which programs run: two calls give the same bytes.
 """
 
@@ -265,10 +265,10 @@ def moeflex_combine(
         route = token * K + k
         found = tl.load(ids + route)
         valid = (found >= 0) & (found < E)
-        part = tl.load(y + route * H + col, mask=(col < H) & valid, other=0.0).to(tl.float32)
+        part = tl.load(y + route * H + col, mask=col < H, other=0.0).to(tl.float32)
         if WEIGHTED:
-            weight = tl.load(weights + route).to(tl.float32)
-            # Not 0 * weight: the weight of an invalid route may be NaN.
-            part = tl.where(valid, part * weight, 0.0)
+            part = part * tl.load(weights + route).to(tl.float32)
+        # Nobody wrote this row of y, and the weight may be NaN.
+        part = tl.where(valid, part, 0.0)
         total += part
     tl.store(out + token * H + col, cast_to(total, out.dtype.element_ty), mask=col < H)

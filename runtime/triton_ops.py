@@ -5,7 +5,8 @@ moeflex::route(Tensor logits, Tensor? bias, str router) -> (Tensor ids, Tensor w
 moeflex::triton_layer(Tensor x, Tensor ids, Tensor weights, Tensor[] experts, str plan) -> Tensor
 ```
 
-`router` is `RouterSpec.key`, `plan` is `MoEPlan.key` of a plan with an external router; x [T, H].
+`router` is `RouterSpec.key`, `plan` is `MoEPlan.key` of a plan with an external router; leading
+axes are flattened to T.
 Both are `torch.library.triton_op`s: AOT autograd replaces them by their launches, so that Inductor's
 wrapper, CUDA graphs and AOTInductor see plain Triton kernels, and no Python runs on the hot path.
 """
@@ -13,6 +14,7 @@ wrapper, CUDA graphs and AOTInductor see plain Triton kernels, and no Python run
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,17 +44,24 @@ def use_configs(choose: ConfigChoice) -> None:
 
 @triton_op("moeflex::route", mutates_args={})
 def route(logits: Tensor, bias: Tensor | None, router: str) -> tuple[Tensor, Tensor]:
-    """Ids [T, K] int64 and weights [T, K] of logits [T, E]; see `triton_router.route`."""
-    return triton_router.route(read_router(router), logits, bias)
+    """Ids [T, K] int64 and weights [T, K] of logits [..., E]; see `triton_router.route`."""
+    rows = _rows(logits)
+    return triton_router.route(read_router(router), rows, None if bias is None else bias.flatten())
 
 
 @triton_op("moeflex::triton_layer", mutates_args={})
 def layer(x: Tensor, ids: Tensor, weights: Tensor, experts: Sequence[Tensor], plan: str) -> Tensor:
-    """The experts of a layer [T, H]; see `triton_layer.layer`."""
+    """The experts of a layer, x [..., H] -> [T, H]; see `triton_layer.layer`."""
     assert _choose_config is not None, "use_configs was not called"
     parsed = op.read_plan(plan)
-    config = _choose_config(parsed, _typical(x.shape[0]), _dtype_name(x), _capability(x))
-    return triton_layer.layer(parsed, config, x, ids, weights, experts)
+    rows = _rows(x)
+    config = _choose_config(parsed, _typical(rows.shape[0]), DTYPE_NAMES[x.dtype], _capability(x))
+    return triton_layer.layer(parsed, config, rows, _rows(ids), _rows(weights), experts)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[..., N] as [T, N]; the sizes are named, for with no tokens -1 says nothing."""
+    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _typical(num_tokens: Any) -> int:
@@ -61,10 +70,6 @@ def _typical(num_tokens: Any) -> int:
         return num_tokens
     hint = getattr(getattr(num_tokens, "node", None), "hint", None)
     return hint if isinstance(hint, int) else _TYPICAL_TOKENS
-
-
-def _dtype_name(x: Tensor) -> str:
-    return DTYPE_NAMES[x.dtype]
 
 
 def _capability(x: Tensor) -> tuple[int, int]:
@@ -80,8 +85,8 @@ def _save_route(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]
 
 def _differentiate_route(ctx: Any, _: Any, grad: Tensor) -> tuple[Any, ...]:
     logits, ids = ctx.saved_tensors
-    found = route_backward(read_router(ctx.router), logits, ids, grad)
-    return found.to(logits.dtype), None, None
+    found = route_backward(read_router(ctx.router), _rows(logits), ids, grad)
+    return found.to(logits.dtype).view_as(logits), None, None
 
 
 def _save_layer(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -46,9 +46,14 @@ def missing() -> str:
     return ""
 
 
-def unsupported(spec: RouterSpec, logits: torch.dtype, bias: torch.dtype | None) -> str:
-    """Why the kernel cannot compute this router, or ""; one sentence for the user."""
-    if missing():
+def unsupported(
+    spec: RouterSpec, logits: torch.dtype, bias: torch.dtype | None, *, here: bool = True
+) -> str:
+    """Why the kernel cannot compute this router, or ""; one sentence for the user.
+
+    `here`: it shall run on this machine, so that a Triton that is missing counts.
+    """
+    if here and missing():
         return missing()
     if spec.score is Score.EXTERNAL:
         return "an external router has nothing to compute: ids and weights come from the graph"
@@ -125,7 +130,8 @@ def route(
 
 def at_least_one(size: Any) -> Any:
     """Size of a grid axis: the number itself, or max(number, 1) while it is symbolic."""
-    return size if isinstance(size, int) else torch.sym_max(size, 1)
+    sym_max: Any = torch.sym_max  # untyped upstream
+    return size if isinstance(size, int) else sym_max(size, 1)
 
 
 def _power_of_two(size: int) -> int:

@@ -123,7 +123,9 @@ def everything(few: bool) -> Iterator[tuple[str, list[Launch], tuple[int, int]]]
         for name in routers:
             yield name, router_launches(triton_cases.ROUTERS[name]), capability
         for name in (
-            ("gpt-oss",) if few else ("qwen3-30b", "gpt-oss", "separate", "fp32", "relu2-plain")
+            ("gpt-oss",)
+            if few
+            else ("qwen3-30b", "gpt-oss", "separate-1408", "fp32-large", "relu2-plain")
         ):
             case = triton_cases.LAYERS[name]
             for num_tokens in (256,) if few else (1, 256, 8192):
