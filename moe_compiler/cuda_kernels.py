@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 
 from moe_compiler.codegen import cuda_program
+from moe_compiler.codegen.cuda import choose_config
 from moe_compiler.layer import Device, Layer
-from moe_compiler.runtime import cuda_build, cuda_target
+from moe_compiler.runtime import cuda_build, cuda_launch, cuda_target
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,11 @@ class Hopper:
 
         cuda_target.wait()
         op.load_library("CUDA", cuda_target.load_op_library)
+
+    def workspace_bytes(self, layer: Layer, num_tokens: int) -> int:
+        """Bytes that a launch with `num_tokens` tokens takes from torch's cache and gives back."""
+        config = choose_config(layer.plan, num_tokens, layer.x_dtype)
+        return cuda_launch.plan_workspace(config, layer.plan, num_tokens).num_bytes
 
 
 def _strides_refused(layer: Layer) -> str:

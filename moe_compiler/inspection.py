@@ -263,13 +263,14 @@ def _block(
     tensors = floor.expert_tensors(region.experts, region.weight_dtype)
     num_bytes = sum(tensor.num_bytes for tensor in tensors)
     per_expert = num_bytes // region.experts.num_experts
+    placement = place(entry, options.Options(), device=PLACES[request.device])
     return BlockReport(
         name=region.name or entry.output.name,
         module_class=region.module_class,
         status=Status.MATCHED,
         router=region.router.kind,
         region=region,
-        target=place(entry, options.Options(), device=PLACES[request.device]).title,
+        target=placement.title,
         tensors=tensors,
         expert_bytes=num_bytes,
         bytes_per_expert=per_expert,
@@ -277,6 +278,7 @@ def _block(
         floors=floor.floor_points(
             region.experts, region.top_k, region.weight_dtype, machine, request.tokens
         ),
+        workspace_bytes=tuple(placement.workspace_bytes(tokens) for tokens in request.tokens),
         graph_idx=table.index_of(block_graph(entry, flow)),
     )
 

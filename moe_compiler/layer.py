@@ -56,7 +56,11 @@ class Layer:
 
 
 class Target(Protocol):
-    """What computes layers on some devices."""
+    """What computes layers on some devices.
+
+    A target whose launches need memory besides their tensors also has `workspace_bytes(layer,
+    num_tokens) -> int`, for `moeflex inspect`.
+    """
 
     @property
     def NAME(self) -> str:

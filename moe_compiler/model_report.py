@@ -208,6 +208,8 @@ class BlockReport:
         bytes_per_expert: of one.
         active_bytes_per_token: of the K experts that one token reads.
         floors: one per token count asked for.
+        workspace_bytes: what a launch needs besides its tensors, one per token count; blocks that run one after the
+            other share it.
         graph_idx: index into `ModelReport.graphs`; -1 when there is none.
     """
 
@@ -225,6 +227,7 @@ class BlockReport:
     bytes_per_expert: int = 0
     active_bytes_per_token: int = 0
     floors: tuple[FloorPoint, ...] = ()
+    workspace_bytes: tuple[int, ...] = ()
     graph_idx: int = -1
 
     @property

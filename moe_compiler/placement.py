@@ -61,6 +61,11 @@ class Placement:
         """The plan of the op; None when there is no target."""
         return None if self.layer is None else self.layer.plan
 
+    def workspace_bytes(self, num_tokens: int) -> int:
+        """Bytes that a launch with `num_tokens` tokens needs besides its tensors, as far as the target says."""
+        count = getattr(self.builder, "workspace_bytes", None)
+        return 0 if count is None else int(count(self.layer, num_tokens))
+
     @property
     def layer_op(self) -> str:
         """Name of the op that computes the layer."""

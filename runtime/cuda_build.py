@@ -1,6 +1,6 @@
 """CUDA source -> checked cubin, on a machine with or without a GPU.
 
-NVRTC through `cuda.core` is used where it imports; `nvcc` is the fallback. A cubin is refused when
+NVRTC, which CUDA builds of torch bring, is used where it is found; `nvcc` is the fallback. A cubin is refused when
 ptxas serialised wgmma or ignored setmaxnreg (C7508, C7510, C7514), when it uses the stack (spills
 do), and, where a disassembler is found, when a k loop holds a gpu-wide fence.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib.util
 import logging
 import os
 import re
@@ -20,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 
 from moe_compiler.errors import BuildError, ToolchainError
@@ -89,12 +87,25 @@ def find_nvcc() -> str | None:
     return next((str(path) for path in places if path.is_file()), None)
 
 
-def has_nvrtc() -> bool:
-    """Whether NVRTC can be reached through cuda.core."""
-    try:
-        return importlib.util.find_spec("cuda.core") is not None
-    except ModuleNotFoundError:
-        return False
+def find_nvrtc() -> str | None:
+    """Path of the NVRTC library: an installed wheel, $CUDA_HOME, the usual folder; None when there is none."""
+    folders = [
+        path for folder in sys.path for path in sorted(Path(folder or ".").glob("nvidia/*/lib"))
+    ]
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    folders += [Path(home) / "lib64"] if home else []
+    folders.append(Path("/usr/local/cuda/lib64"))
+    for folder in folders:
+        found = [path for path in folder.glob("libnvrtc.so.*") if _is_recent(path)]
+        if found:
+            return str(max(found, key=lambda path: path.name))
+    return None
+
+
+def _is_recent(library: Path) -> bool:
+    """sm_90a and C++17 need NVRTC 12 or newer."""
+    major = library.name.removeprefix("libnvrtc.so.").split(".")[0]
+    return major.isdigit() and int(major) >= 12
 
 
 def find_disassembler() -> str | None:
@@ -186,11 +197,13 @@ def _refuse(name: str, text: str, resources: KernelResources, allow_stack: bool)
 def _unit(name: str, source: str, arch: str, compiler: str) -> tuple[build_cache.Unit, str]:
     """What is to be built, and with which compiler."""
     nvcc = find_nvcc()
-    if compiler == "nvrtc" or (not compiler and has_nvrtc()):
-        version = f"nvrtc {_nvrtc_version()}"
+    nvrtc = find_nvrtc() if compiler != "nvcc" else None
+    if nvrtc is not None:
+        library = Path(nvrtc).resolve()
+        version = f"{library} of {library.stat().st_size} bytes"
         script = str(Path(__file__).with_name("cuda_nvrtc.py"))
-        command = [sys.executable, script, "{source}", "{artifact}", arch, str(TEMPLATES)]
-    elif nvcc is not None:
+        command = [sys.executable, script, nvrtc, "{source}", "{artifact}", arch, str(TEMPLATES)]
+    elif nvcc is not None and compiler != "nvrtc":
         version = _nvcc_version(nvcc)
         number = arch.removeprefix("sm_")
         command = [nvcc, "-std=c++17", "-O3", "-cubin", "-Xptxas", "-v", f"-I{TEMPLATES}"]
@@ -202,8 +215,8 @@ def _unit(name: str, source: str, arch: str, compiler: str) -> tuple[build_cache
         ]
     else:
         raise ToolchainError(
-            "building a CUDA kernel needs NVRTC (the package cuda-core, which CUDA builds of torch "
-            "bring) or nvcc on the PATH or under $CUDA_HOME; neither was found"
+            "building a CUDA kernel needs NVRTC (the package nvidia-cuda-nvrtc, which CUDA builds of "
+            "torch bring) or nvcc on the PATH or under $CUDA_HOME; neither was found"
         )
     shared = [TEMPLATES / "cuda" / "layer_args.h", TEMPLATES / "scheduler.h"]
     headers = sorted([*TEMPLATES.glob("cuda/*.cuh"), *shared])
@@ -223,14 +236,6 @@ def _unit(name: str, source: str, arch: str, compiler: str) -> tuple[build_cache
 def _nvcc_version(nvcc: str) -> str:
     done = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False)
     return f"{nvcc} {done.stdout.strip().splitlines()[-1] if done.stdout else 'unknown'}"
-
-
-def _nvrtc_version() -> str:
-    found = {}
-    for package in ("cuda-core", "nvidia-cuda-nvrtc", "cuda-bindings"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return " ".join(f"{package}-{version}" for package, version in found.items())
 
 
 # ---- what the cubin says of itself

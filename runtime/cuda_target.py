@@ -107,7 +107,7 @@ def unavailable() -> str:
         toolchain.find_compiler()
     except ToolchainError as error:
         return f"the launcher of the sm_90a kernels needs a C++ compiler: {error}"
-    if not cuda_build.has_nvrtc() and cuda_build.find_nvcc() is None:
+    if cuda_build.find_nvrtc() is None and cuda_build.find_nvcc() is None:
         return (
             "the sm_90a kernels need NVRTC (it comes with CUDA builds of torch; or pip install "
             "nvidia-cuda-nvrtc) or nvcc on the PATH or under $CUDA_HOME to be built; neither was found"

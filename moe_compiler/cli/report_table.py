@@ -194,8 +194,14 @@ def _print_floor_notes(report: ModelReport, out: Console) -> None:
     out.print(escape(f"{report.floor_formula}."))
     out.print(
         escape(f"{machine.weight_bytes_per_s / 1e9:.4g} GB/s ({machine.weight_source}); {rates}."),
-        end="\n\n",
     )
+    sizes = [block.workspace_bytes for block in report.blocks if any(block.workspace_bytes)]
+    if sizes:
+        largest = (max(column) for column in zip(*sizes, strict=True))
+        counts = zip(report.tokens, largest, strict=True)
+        text = ", ".join(f"T={tokens} {bytes_text(size)}" for tokens, size in counts)
+        out.print(escape(f"Workspace of a launch, shared by all blocks: {text}."))
+    out.print()
 
 
 def _print_unmatched(groups: Sequence[BlockGroup], out: Console) -> None:

@@ -11,11 +11,11 @@ from moe_compiler.runtime.cuda_build import (
     build,
     find_loop_fences,
     find_nvcc,
-    has_nvrtc,
+    find_nvrtc,
 )
 
 needs_compiler = pytest.mark.skipif(
-    find_nvcc() is None and not has_nvrtc(), reason="needs nvcc or NVRTC (cuda-core)"
+    find_nvcc() is None and find_nvrtc() is None, reason="needs nvcc or NVRTC"
 )
 CLEAN = 'extern "C" __global__ void k(float* x) { x[threadIdx.x] *= 2.f; }'
 STACK = """
@@ -94,6 +94,6 @@ def test_no_cubin_is_no_cubin() -> None:
 
 def test_no_compiler_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_build, "find_nvcc", lambda: None)
-    monkeypatch.setattr(cuda_build, "has_nvrtc", lambda: False)
+    monkeypatch.setattr(cuda_build, "find_nvrtc", lambda: None)
     with pytest.raises(ToolchainError, match="nvcc"):
         build("clean", CLEAN, entry="k")
