@@ -130,10 +130,12 @@ def place(match: Any, options: Options, *, device: Device | None = None) -> Plac
     reason = _narrowing(match)
     if reason:
         return Placement(target="", reason=reason)
-    layers = [_layer(match, plan) for plan in plans_for(match.region, options)]
+    plans = plans_for(match.region, options)
     if device.type == "cpu" and cpu_compiler_missing():
-        return Placement(target=PLAIN, layer=layers[0], device=device)
-    for layer in layers:
+        return Placement(target=PLAIN, layer=_layer(match, plans[0], None), device=device)
+    for plan in plans:
+        router = _router_before(match, plan, options, device)
+        layer = _layer(match, plan, router)
         choice = choose_target(device, layer, only=options.target)
         if choice.target is not None:
             return Placement(
@@ -142,15 +144,17 @@ def place(match: Any, options: Options, *, device: Device | None = None) -> Plac
                 device=device,
                 builder=choice.target,
                 reason=choice.reason,
-                router=_router_before(match, layer, options, device),
+                router=router,
             )
     return Placement(target="", reason=choice.reason)
 
 
-def _router_before(match: Any, layer: Layer, options: Options, device: Device) -> RouterSpec | None:
+def _router_before(
+    match: Any, plan: MoEPlan, options: Options, device: Device
+) -> RouterSpec | None:
     """The router of a match, where the router kernel computes it."""
     spec: RouterSpec = match.region.router
-    held = layer.plan.router.score is not Score.EXTERNAL
+    held = plan.router.score is not Score.EXTERNAL
     if held or len(plans_for(match.region, options)) == 1:
         return None
     bias = None if match.router_bias is None else _value(match.router_bias).dtype
@@ -160,19 +164,22 @@ def _router_before(match: Any, layer: Layer, options: Options, device: Device) -
     return None if reason else spec
 
 
-def _layer(match: Any, plan: MoEPlan) -> Layer:
-    """What the op is asked to compute for a match under a plan."""
+def _layer(match: Any, plan: MoEPlan, router: RouterSpec | None) -> Layer:
+    """What the op is asked to compute for a match under a plan, behind `moeflex::route` or the graph."""
     x_dtype, *weight_dtypes = (
         _op_dtype(_value(node).dtype, match.region.gemm_dtype) for node in (match.x, *match.experts)
     )
-    external = plan.router.score is Score.EXTERNAL
-    weights = _value(match.weights if external else match.logits)
+    in_graph = router is None and plan.router.score is Score.EXTERNAL
+    combine = _value(match.weights if in_graph else match.logits).dtype
+    if router is not None:
+        combine = DTYPES.get(router.score_dtype, combine)
+    index = _value(match.ids).dtype if in_graph else torch.int64
     return Layer(
         plan=plan,
         x_dtype=x_dtype,
         weight_dtypes=tuple(weight_dtypes),
-        combine_dtype=DTYPE_NAMES.get(weights.dtype, str(weights.dtype)),
-        index_dtype=str(_value(match.ids).dtype).removeprefix("torch."),
+        combine_dtype=DTYPE_NAMES.get(combine, str(combine)),
+        index_dtype=str(index).removeprefix("torch."),
         num_tokens=match.region.num_tokens,
         expert_strides=tuple(tuple(_value(node).stride()) for node in match.experts),
     )

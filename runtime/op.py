@@ -14,8 +14,8 @@ Importing this module defines the op, with the plain-torch kernels for CPU and C
 library that brings its own kernel is loaded through `load_library`, which makes the plain-torch one
 give way first: a dispatch key has one kernel at any time.
 
-On CUDA, what the compiled library does not serve goes to `moeflex::moe_layer_elsewhere`, of the same
-schema: the function that `serve_cuda` was given for the plan, or plain torch.
+On CUDA, what the compiled library does not serve goes to `moeflex::moe_layer_plain`, of the same
+schema: plain torch, with a warning.
 """
 
 from __future__ import annotations
@@ -50,9 +50,6 @@ _lock = threading.Lock()
 # The registration of the plain-torch kernel of each dispatch key, while it serves.
 _plain_kernels: dict[str, Any] = {}
 
-LayerFunction = Callable[[MoEPlan, Tensor, Sequence[Tensor], Sequence[Tensor]], Tensor]
-_cuda_functions: dict[str, LayerFunction] = {}
-
 read_plan: Callable[[str], MoEPlan] = functools.lru_cache(maxsize=4096)(MoEPlan.from_key)
 
 
@@ -62,20 +59,9 @@ def _plain_forward(
     return op_forward.forward(read_plan(plan), x, router, experts)
 
 
-def serve_cuda(plan: str, function: LayerFunction) -> None:
-    """Let `function(plan, x, router, experts)` compute a plan on CUDA tensors.
-
-    It serves wherever no compiled kernel does: see `moe_layer_elsewhere` in the module's text.
-    """
-    _cuda_functions[plan] = function
-
-
-def _cuda_forward(
+def _plain_cuda_forward(
     x: Tensor, router: Sequence[Tensor], experts: Sequence[Tensor], plan: str
 ) -> Tensor:
-    function = _cuda_functions.get(plan)
-    if function is not None:
-        return function(read_plan(plan), x, router, experts)
     _say_plain_torch(plan, str(x.device))
     return _plain_forward(x, router, experts, plan)
 
@@ -190,13 +176,13 @@ def _define() -> None:
     for key in ("CPU", "CUDA"):
         _library.impl("moe_layer_backward", _plain_backward, key)
     _library.define(
-        "moe_layer_elsewhere(Tensor x, Tensor[] router, Tensor[] experts, str plan) -> Tensor",
+        "moe_layer_plain(Tensor x, Tensor[] router, Tensor[] experts, str plan) -> Tensor",
         tags=tags,
     )
-    _library.impl("moe_layer_elsewhere", _cuda_forward, "CUDA")
+    _library.impl("moe_layer_plain", _plain_cuda_forward, "CUDA")
 
 
-_PLAIN_FORWARD = {"CPU": _plain_forward, "CUDA": _cuda_forward}
+_PLAIN_FORWARD = {"CPU": _plain_forward, "CUDA": _plain_cuda_forward}
 
 
 def _register_plain(key: str) -> None:

@@ -4,7 +4,7 @@
 //
 // Built once a torch version through the C part of the stable ABI, without CUDA headers; layers are registered by
 // `moeflex_cuda_register`. Needs no Python at run time. What no kernel here serves is handed to
-// moeflex::moe_layer_elsewhere.
+// moeflex::moe_layer_plain.
 #include <algorithm>
 #include <array>
 #include <memory>
@@ -317,9 +317,8 @@ void moe_layer(StableIValue* stack, uint64_t num_args, uint64_t) {
     const AtenTensorHandle out = compute(call, given.plan());
     if (out) return set_result(stack, out);
     given.give_away();
-    check(
-        torch_call_dispatcher("moeflex::moe_layer_elsewhere", "", stack, aoti_torch_abi_version()),
-        "moeflex::moe_layer_elsewhere");
+    check(torch_call_dispatcher("moeflex::moe_layer_plain", "", stack, aoti_torch_abi_version()),
+          "moeflex::moe_layer_plain");
 }
 
 struct Registration {

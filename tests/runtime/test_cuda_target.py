@@ -7,11 +7,14 @@ import logging
 import pytest
 import torch
 
-from moe_compiler import cuda_kernels, placement
+from moe_compiler import cuda_kernels, placement, triton_kernels
 from moe_compiler.codegen import cuda_program
 from moe_compiler.errors import BuildError, ToolchainError
 from moe_compiler.layer import Device, Layer
 from moe_compiler.options import Options
+from moe_compiler.passes.match_moe import find_regions
+from moe_compiler.passes.replace import replace_region
+from moe_compiler.reference import DTYPE_NAMES
 from moe_compiler.runtime import cuda_build, cuda_target, op, toolchain
 from moe_compiler.runtime.build import build
 from tests.codegen.test_cuda_program import plan_of
@@ -103,11 +106,45 @@ def test_the_reason_reaches_the_placement_of_a_block(placeable) -> None:
     (match,) = graphs.match(block, styles.rows(dtype=torch.bfloat16)).matches
     placed = placement.place(match, Options(), device=SM_90)
     assert placed.title == "cuda sm_90a"
-    assert placed.layer.num_tokens == len(styles.rows())
+    assert placed.layer.num_tokens == styles.rows()[..., 0].numel()
     assert placed.layer.index_dtype == "int64"
     assert placed.plan.router.score.value == "external"
     elsewhere = placement.place(match, Options(), device=Device(type="cuda", capability=(7, 5)))
     assert "this is sm_75" in elsewhere.title
+
+
+@pytest.mark.parametrize("absorb", ["auto", "never"])
+@pytest.mark.parametrize("style", ["gathered_einsum", "grouped_score_after", "dense_einsum"])
+def test_kernels_are_built_for_the_dtypes_that_the_graph_has(placeable, style, absorb) -> None:
+    """A kernel for other ids or weights would never be found by the launcher."""
+    seen = []
+
+    def edit(gm, example_inputs) -> None:
+        found = find_regions(gm, example_inputs)
+        (match,) = found.matches
+        placed = placement.place(match, Options(absorb_router=absorb), device=SM_90)
+        assert placed.target == HOPPER.NAME, placed.reason
+        if placed.router is not None:
+            triton_kernels.define_ops()
+        replace_region(
+            gm,
+            match,
+            placed.plan,
+            flow=found.flow,
+            router=placed.router,
+            layer_op=placed.layer_op,
+        )
+        (layer,) = [n for n in gm.graph.nodes if "moe_layer" in str(n.target)]
+        ids, weights = (n.meta["example_value"] for n in layer.args[1])
+        asked = placed.layer
+        assert str(ids.dtype) == f"torch.{asked.index_dtype}"
+        assert DTYPE_NAMES[weights.dtype] == asked.combine_dtype
+        seen.append(placed)
+
+    block = styles.build(style, dtype=torch.bfloat16)
+    with torch.no_grad():
+        graphs.capture(block, styles.rows(dtype=torch.bfloat16), edit=edit)
+    assert len(seen) == 1
 
 
 @needs_compilers
