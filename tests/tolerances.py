@@ -82,6 +82,26 @@ def assert_most_tokens_close_to_fp32(
     )
 
 
+def assert_most_rows_close_to_fp32(
+    ours: Tensor, same_dtype_eager: Tensor, fp32_reference: Tensor, share: float = 0.75
+) -> None:
+    """`assert_close_to_fp32` for the best `share` of the rows (all axes but the last).
+
+    For whole models in a half type: rounding sends a few tokens to other experts than fp32 does, in
+    eager as in ours, and not the same ones.
+    """
+    assert_same_kind(ours, same_dtype_eager)
+    scale = fp32_reference.abs().max().double()
+
+    def error(value: Tensor) -> float:
+        rows = (value.double() - fp32_reference.double()).abs().amax(-1).flatten()
+        return (rows.quantile(share) / scale).item()
+
+    allowed = 2 * error(same_dtype_eager) + EPS[ours.dtype]
+    found = error(ours)
+    assert found <= allowed, f"relative error {found:.3g} of most rows, allowed {allowed:.3g}"
+
+
 def assert_close_to_eager(ours: Tensor, eager: Tensor) -> None:
     """For results whose eager form is already fp32 or wider, or where no wider form exists."""
     assert_close_to_fp32(ours, eager, eager)

@@ -19,6 +19,7 @@ from moe_compiler.placement import Placement, place
 from moe_compiler.runtime import triton_router
 from tests.models import styles
 from tests.passes.graphs import capture, match
+from tests.runtime.test_triton_layer import DEVICE
 from tests.tolerances import assert_close_to_eager
 
 
@@ -76,10 +77,10 @@ def test_router_and_layer_compute_the_same(name: str, layer_op: str) -> None:
         gm.recompile()
         targets.extend(str(node.target) for node in gm.graph.nodes)
 
-    module, x = styles.build(name), styles.rows()
+    module, x = styles.build(name).to(DEVICE), styles.rows().to(DEVICE)
     eager = module(x)
     _, ours = capture(module, x, edit=edit)
-    assert_close_to_eager(ours, eager)
+    assert_close_to_eager(ours.cpu(), eager.cpu())
     assert "moeflex.route.default" in targets
     assert f"moeflex.{layer_op}.default" in targets
     if name == "loop_stacked":  # the others write in place, which AOT autograd clears away
@@ -91,4 +92,4 @@ def test_router_and_layer_compute_the_same(name: str, layer_op: str) -> None:
         torch.autograd.grad(eager, parameters, grad),
         strict=True,
     ):
-        assert_close_to_eager(mine, theirs)
+        assert_close_to_eager(mine.cpu(), theirs.cpu())
