@@ -7,7 +7,8 @@ Qwen3-30B-A3B with random weights in bf16; decode steps on a static cache, and a
 Compiled contenders run as CUDA-graph replays, eager as it is. `layers` says how many of the 48
 decoder layers were built: all contenders alike, since compiling 48 takes minutes. Rates for 48
 layers are computed from the time of a layer and the time of what surrounds them (embedding, last
-norm, head), which is measured on its own. Each contender runs in a process of its own.
+norm, head), which is measured on its own. Each contender runs in a process of its own: all compile
+at once, then they are timed one after the other.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import os
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -180,62 +182,80 @@ def surroundings_us(model: nn.Module, phase: Phase) -> float:
     return median_us(captured(run)[0], lambda: None, 10)
 
 
-def measure(contender: str, num_layers: int, phase: Phase, model: nn.Module) -> dict[str, Any]:
-    """The fields of one contender in the row of a phase."""
-    torch._dynamo.reset()
-    backend = CONTENDERS[contender]
-    step = Step(model, phase)
-    wanted = step(model).float()
-    step.rewind()
-    found: dict[str, Any] = {}
-    if backend:
-        begin = time.perf_counter()
-        compiled = torch.compile(model, backend=backend, dynamic=False)
-        got = step(compiled)
-        found["compile_s"] = round(time.perf_counter() - begin, 1)
-        for _ in range(2):
-            step(compiled)
-        run, _ = captured(lambda: step(compiled))
-    else:
-        got = step(model)
-        run = lambda: step(model)  # noqa: E731
-    found["error"] = ((got.float() - wanted).norm() / wanted.norm()).item()
-    found["us"] = median_us(run, step.rewind, 10)
-    step.rewind()
-    found.update(shares(run))
-    if contender == "ours":
-        import moe_compiler
+class Prepared:
+    """One contender in one phase: compiled, checked and captured."""
 
-        report = moe_compiler.last_report()
-        assert report is not None
-        found["placements"] = sorted(set(report.placements))
-        found["surroundings_us"] = surroundings_us(model, phase)
-    return found
+    def __init__(self, contender: str, model: nn.Module, phase: Phase) -> None:
+        self.phase, self.step = phase, Step(model, phase)
+        wanted = self.step(model).float()
+        self.step.rewind()
+        self.found: dict[str, Any] = {"phase": phase.name, "tokens": phase.tokens}
+        run: Callable[..., Any] = model
+        if CONTENDERS[contender]:
+            run = torch.compile(model, backend=CONTENDERS[contender], dynamic=False)
+        begin = time.perf_counter()
+        got = self.step(run)
+        self.found["compile_s"] = round(time.perf_counter() - begin, 1)
+        self.found["error"] = ((got.float() - wanted).norm() / wanted.norm()).item()
+        self.run: Callable[[], Any] = lambda: self.step(run)
+        if CONTENDERS[contender]:
+            self.run()
+            self.run, _ = captured(self.run)
+        if contender == "ours":
+            import moe_compiler
+
+            report = moe_compiler.last_report()
+            assert report is not None
+            self.found["placements"] = sorted(set(report.placements))
+
+    def timed(self) -> dict[str, Any]:
+        """The fields of this contender in the row of the phase."""
+        self.found["us"] = median_us(self.run, self.step.rewind, 10)
+        self.step.rewind()
+        return {**self.found, **shares(self.run)}
 
 
 def child(contender: str, num_layers: int, batches: list[int], prefill: int) -> None:
+    """Compile everything, say so, wait for a line, measure, print a line a phase."""
     with torch.no_grad():
         model = build(num_layers)
-        for phase in phases(batches, prefill):
-            found = measure(contender, num_layers, phase, model)
-            print("ROW", json.dumps({"phase": phase.name, "tokens": phase.tokens, **found}))
-            sys.stdout.flush()
+        prepared = [Prepared(contender, model, phase) for phase in phases(batches, prefill)]
+        print("READY", flush=True)
+        sys.stdin.readline()
+        for one in prepared:
+            row = one.timed()
+            if contender == "ours":
+                row["surroundings_us"] = surroundings_us(model, one.phase)
+            print("ROW", json.dumps(row), flush=True)
 
 
-def run_contender(contender: str, arguments: argparse.Namespace) -> dict[tuple[str, int], Any]:
+def start(contender: str, arguments: argparse.Namespace) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "benchmarks.h200_e2e", "--child", contender]
     for name in ("layers", "batches", "prefill"):
         command += [f"--{name}", str(getattr(arguments, name))]
-    try:
-        done = subprocess.run(
-            command, stdout=subprocess.PIPE, text=True, timeout=arguments.limit_s, check=False
-        )
-        output = done.stdout
-    except subprocess.TimeoutExpired as late:
-        output = (late.stdout or b"").decode()
-        print(f"{contender}: stopped after {arguments.limit_s} s", file=sys.stderr)
-    rows = [json.loads(line[4:]) for line in output.splitlines() if line.startswith("ROW ")]
-    return {(row["phase"], row["tokens"]): row for row in rows}
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def run_all(arguments: argparse.Namespace) -> dict[str, dict[tuple[str, int], Any]]:
+    """The rows of every contender by (phase, tokens)."""
+    names = arguments.contenders.split(",")
+    children = {name: start(name, arguments) for name in names}
+    watch = threading.Timer(arguments.limit_s, lambda: [c.kill() for c in children.values()])
+    watch.start()
+    for running in children.values():
+        assert running.stdout is not None
+        while line := running.stdout.readline():
+            if line.startswith("READY"):
+                break
+    found = {}
+    for name, running in children.items():
+        output, _ = running.communicate("go\n")
+        rows = [json.loads(line[4:]) for line in output.splitlines() if line.startswith("ROW ")]
+        found[name] = {(row["phase"], row["tokens"]): row for row in rows}
+        if running.returncode:
+            print(f"{name}: ended with {running.returncode}", file=sys.stderr)
+    watch.cancel()
+    return found
 
 
 def whole_model_us(us: float, around: float, num_layers: int) -> float:
@@ -289,18 +309,14 @@ def main() -> int:
         "--prefill", type=int, default=8192, help="tokens of the prefill, 0 for none"
     )
     parser.add_argument("--contenders", default=",".join(CONTENDERS))
-    parser.add_argument("--limit-s", type=int, default=180, help="seconds of one contender")
+    parser.add_argument("--limit-s", type=int, default=180, help="seconds of the whole run")
     parser.add_argument("--no-write", action="store_true")
     parser.add_argument("--child", choices=CONTENDERS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
         child(arguments.child, arguments.layers, numbers(arguments.batches), arguments.prefill)
         return 0
-    found = {
-        contender: run_contender(contender, arguments)
-        for contender in arguments.contenders.split(",")
-    }
-    rows = list(make_rows(found, arguments))
+    rows = list(make_rows(run_all(arguments), arguments))
     for row in rows:
         print(json.dumps(row))
     if not arguments.no_write:

@@ -41,6 +41,7 @@ class Wording:
     labels: Mapping[str, str] = dataclasses.field(default_factory=dict)
     ratio: str = "best rival / moeflex"
     inverted: bool = False  # the ratio column says how much more time moeflex takes
+    more: Mapping[str, str] = dataclasses.field(default_factory=dict)  # further fields, last
 
 
 WORDINGS = {
@@ -50,6 +51,13 @@ WORDINGS = {
             "inductor_batched_us": "Inductor, `batched_mm`",
             "matmul_us": "plain matmuls (ceiling)",
         }
+    ),
+    "h200_e2e": Wording(
+        labels={"inductor_grouped_us": "Inductor, `grouped_mm`"},
+        more={
+            "ours_tokens_per_s_48_layers": "moeflex, tokens/s",
+            "inductor_grouped_tokens_per_s_48_layers": "Inductor, tokens/s",
+        },
     ),
     "compile_time": Wording(
         unit="s",
@@ -118,6 +126,7 @@ def render(result: Mapping[str, Any]) -> str:
     known = [value for value in ratios if value is not None]
     if known:
         head.append(wording.ratio)
+    head += wording.more.values()
     lines = ["| " + " | ".join(head) + " |"]
     lines.append(
         "|" + "|".join([" --- "] * len(subject) + [" ---: "] * (len(head) - len(subject))) + "|"
@@ -127,6 +136,7 @@ def render(result: Mapping[str, Any]) -> str:
         cells += [format_time(row.get(name), wording.unit) for name in times]
         if known:
             cells.append("-" if value is None else f"{value:.2f}x")
+        cells += [f"{row[name]:,.0f}" if row.get(name) else "-" for name in wording.more]
         lines.append("| " + " | ".join(cells) + " |")
     if known:
         lines += ["", f"Geometric mean of the last column: **{geometric_mean(known):.2f}x**."]

@@ -140,20 +140,53 @@ def make_program(
 
 
 def _kernel(config: CudaConfig, first: int, last: int, template: str) -> CudaKernel:
-    # `MoeflexCudaKernel` of templates/cuda/op_table.h
-    launch = {
-        "prefill": config.kernel is Kernel.PREFILL,
-        "num_threads": config.num_threads,
-        "block_m": config.block_m,
-        "num_slabs": config.num_slabs,
-        "max_tiles": config.max_tiles,
-        "num_slices": config.num_slices,
-    }
     return CudaKernel(
         name=config.name,
         source=render(config, template),
         entry=config.entry,
         first_tokens=first,
         last_tokens=last,
-        launch=tuple((name, int(entry)) for name, entry in launch.items()),
+        launch=tuple(_LAUNCHES[config.kernel](config).items()),
     )
+
+
+def _decode_launch(config: CudaConfig) -> dict[str, int | tuple[int, ...]]:
+    """Fields of `MoeflexCudaKernel` of templates/cuda/op_table.h; those that are 0 may be left out."""
+    rows = 64 * config.num_slabs
+    return {
+        "num_threads": config.num_threads,
+        "slab_rows": rows,
+        "pair_rows": rows,
+        "whole_rows": rows,
+        "down_rows": rows,
+        "box_k": config.block_k,
+        "rows_per_route": 1,
+        "control": 96 + config.max_tiles,
+    }
+
+
+def _prefill_launch(config: CudaConfig) -> dict[str, int | tuple[int, ...]]:
+    return {
+        "cooperative": 1,
+        "num_threads": config.num_threads,
+        "pair_rows": 128,
+        "whole_rows": 256,
+        "down_rows": 256,
+        "box_k": config.block_k,
+        "num_row_maps": 3,
+        "row_map_of": (0, 0, 1),
+        "row_map_rows": (128, 64, 64),
+        "tile_rows": config.block_m,
+        "rows_per_tile": config.block_m,
+        "control": 128,
+        "control_per_expert": 1,
+        "control_per_tile": 1 + config.num_slices,
+        "routes": 1,
+        "routes_per_route": 1,
+        "routes_per_expert": 1,
+        "routes_per_tile": 2,
+        "routes_per_row": 2,
+    }
+
+
+_LAUNCHES = {Kernel.DECODE: _decode_launch, Kernel.PREFILL: _prefill_launch}

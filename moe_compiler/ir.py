@@ -386,7 +386,7 @@ class CudaKernel:
     entry: str
     first_tokens: int
     last_tokens: int
-    launch: tuple[tuple[str, int], ...]
+    launch: tuple[tuple[str, int | tuple[int, ...]], ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,13 +55,28 @@ class _Kernel(ctypes.Structure):
     _fields_ = (
         ("first_tokens", ctypes.c_int32),
         ("last_tokens", ctypes.c_int32),
-        ("prefill", ctypes.c_int32),
+        ("cooperative", ctypes.c_int32),
         ("num_threads", ctypes.c_int32),
         ("shared_bytes", ctypes.c_int32),
-        ("block_m", ctypes.c_int32),
-        ("num_slabs", ctypes.c_int32),
-        ("max_tiles", ctypes.c_int32),
-        ("num_slices", ctypes.c_int32),
+        ("slab_rows", ctypes.c_int32),
+        ("pair_rows", ctypes.c_int32),
+        ("whole_rows", ctypes.c_int32),
+        ("down_rows", ctypes.c_int32),
+        ("box_k", ctypes.c_int32),
+        ("num_row_maps", ctypes.c_int32),
+        ("row_map_of", ctypes.c_int32 * 3),
+        ("row_map_rows", ctypes.c_int32 * 3),
+        ("tile_rows", ctypes.c_int32),
+        ("rows_per_tile", ctypes.c_int32),
+        ("rows_per_route", ctypes.c_int32),
+        ("control", ctypes.c_int32),
+        ("control_per_expert", ctypes.c_int32),
+        ("control_per_tile", ctypes.c_int32),
+        ("routes", ctypes.c_int32),
+        ("routes_per_route", ctypes.c_int32),
+        ("routes_per_expert", ctypes.c_int32),
+        ("routes_per_tile", ctypes.c_int32),
+        ("routes_per_row", ctypes.c_int32),
         ("cubin_bytes", ctypes.c_uint64),
         ("cubin", ctypes.c_char_p),
         ("entry", ctypes.c_char_p),
@@ -217,15 +232,19 @@ def _is_new(program: CudaProgram, kernel: CudaKernel) -> bool:
 
 def _describe(kernel: CudaKernel) -> _Kernel:
     binary = _state.kernels[kernel.source].result()
-    return _Kernel(
-        first_tokens=kernel.first_tokens,
-        last_tokens=kernel.last_tokens,
-        shared_bytes=binary.resources.shared_bytes,
-        cubin_bytes=len(binary.cubin),
-        cubin=binary.cubin,
-        entry=kernel.entry.encode(),
-        **dict(kernel.launch),
-    )
+    found = launch_fields(kernel)
+    found.shared_bytes = binary.resources.shared_bytes
+    found.cubin_bytes, found.cubin = len(binary.cubin), binary.cubin
+    found.entry = kernel.entry.encode()
+    return found
+
+
+def launch_fields(kernel: CudaKernel) -> _Kernel:
+    """What the launcher must know of a kernel, but for its binary."""
+    found = _Kernel(first_tokens=kernel.first_tokens, last_tokens=kernel.last_tokens)
+    for name, value in kernel.launch:
+        setattr(found, name, (ctypes.c_int32 * 3)(*value) if isinstance(value, tuple) else value)
+    return found
 
 
 def _build_kernel(kernel: CudaKernel) -> cuda_build.CudaBinary:

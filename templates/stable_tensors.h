@@ -7,6 +7,7 @@
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace moeflex {
@@ -40,6 +41,10 @@ struct Handle {
     explicit Handle(AtenTensorHandle t = nullptr) : tensor(t) {}
     Handle(const Handle&) = delete;
     Handle(Handle&& other) noexcept : tensor(other.tensor) { other.tensor = nullptr; }
+    Handle& operator=(Handle&& other) noexcept {
+        std::swap(tensor, other.tensor);
+        return *this;
+    }
     ~Handle() {
         if (tensor) aoti_torch_delete_tensor_object(tensor);
     }

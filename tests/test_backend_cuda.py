@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 from typing import Any
 
@@ -16,8 +17,12 @@ import moe_compiler
 from moe_compiler import placement
 from moe_compiler.backend import moeflex
 from moe_compiler.layer import Device
+from tests import tolerances
 from tests.models import styles, zoo
-from tests.tolerances import assert_close_to_fp32, assert_most_tokens_close_to_fp32
+from tests.tolerances import assert_close_to_fp32
+
+# Later tokens of a sequence see, through the attention, one that was sent to another expert.
+assert_close = functools.partial(tolerances.assert_most_rows_close_to_fp32, share=0.25)
 
 pytestmark = pytest.mark.gpu
 
@@ -62,9 +67,7 @@ def test_prefill(family: str, dtype: torch.dtype) -> None:
     for length in (17, 40, 150):  # static, then dynamic in T
         ids = zoo.token_ids(2, length).cuda()
         ours = logits(compiled, ids)
-        assert_most_tokens_close_to_fp32(
-            ours.cpu(), logits(model, ids).cpu(), logits(exact, ids).cpu()
-        )
+        assert_close(ours.cpu(), logits(model, ids).cpu(), logits(exact, ids).cpu())
     assert placements() == {TARGET}
 
 
@@ -80,7 +83,7 @@ def test_decode(family: str, cache: str) -> None:
         first = model if run is compiled else run
         out = first(ids[:, :7], use_cache=True, past_key_values=store)
         steps.append(run(ids[:, 7:], use_cache=True, past_key_values=out.past_key_values).logits)
-    assert_most_tokens_close_to_fp32(*(step.cpu() for step in steps))
+    assert_close(*(step.cpu() for step in steps))
     assert placements() == {TARGET}
 
 
@@ -99,9 +102,7 @@ def test_reduce_overhead_uses_cuda_graphs(family: str) -> None:
         ids = zoo.token_ids(2, 16, seed).cuda()
         torch.compiler.cudagraph_mark_step_begin()
         ours = logits(compiled, ids).clone()
-        assert_most_tokens_close_to_fp32(
-            ours.cpu(), logits(model, ids).cpu(), logits(exact, ids).cpu()
-        )
+        assert_close(ours.cpu(), logits(model, ids).cpu(), logits(exact, ids).cpu())
     from torch._inductor.cudagraph_trees import get_container
 
     manager = get_container(torch.cuda.current_device()).tree_manager
@@ -138,9 +139,7 @@ def test_new_weights_are_seen_by_the_next_call() -> None:
     other.cuda()
     exact = wide(other)
     model.load_state_dict(other.state_dict())
-    assert_most_tokens_close_to_fp32(
-        logits(compiled, ids).cpu(), logits(other, ids).cpu(), logits(exact, ids).cpu()
-    )
+    assert_close(logits(compiled, ids).cpu(), logits(other, ids).cpu(), logits(exact, ids).cpu())
     # a refit by slices, and storage that was swapped
     model.load_state_dict(state)
     want = logits(compiled, ids)
@@ -162,9 +161,7 @@ def test_a_model_that_moves_and_changes_its_dtype() -> None:
     assert torch.equal(logits(compiled, ids), want)
     model.half()
     exact = wide(model)
-    assert_most_tokens_close_to_fp32(
-        logits(compiled, ids).cpu(), logits(model, ids).cpu(), logits(exact, ids).cpu()
-    )
+    assert_close(logits(compiled, ids).cpu(), logits(model, ids).cpu(), logits(exact, ids).cpu())
 
 
 def test_gradients() -> None:

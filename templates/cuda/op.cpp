@@ -9,6 +9,7 @@
 #include <array>
 #include <memory>
 #include <mutex>
+#include <type_traits>
 #include <unordered_map>
 
 #include "counters.h"
@@ -52,17 +53,32 @@ Device& device_at(int index) {
     return *devices[size_t(index)];
 }
 
-Stream current_stream(int device_index) {
-    using Get = AOTITorchError (*)(int32_t, void**);
-    // In libtorch_cuda, which a build without CUDA lacks.
-    static const Get get = [] {
+// What libtorch_cuda adds to the stable ABI; a build without CUDA lacks that library, so that it is found at run time.
+struct TorchCuda {
+    AOTITorchError (*get_stream)(int32_t, void**) = nullptr;
+    AOTITorchError (*allocate)(uint64_t, void**) = nullptr;
+    AOTITorchError (*free)(void*) = nullptr;
+
+    TorchCuda() {
         void* library = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
-        void* found = library ? dlsym(library, "aoti_torch_get_current_cuda_stream") : nullptr;
-        if (!found) refuse("this torch has no CUDA");
-        return (Get)found;
-    }();
+        if (!library) refuse("this torch has no CUDA");
+        const auto find = [library](auto& function, const char* name) {
+            function = (std::decay_t<decltype(function)>)dlsym(library, name);
+        };
+        find(get_stream, "aoti_torch_get_current_cuda_stream");
+        if (!get_stream) refuse("this torch has no aoti_torch_get_current_cuda_stream");
+        find(allocate, "aoti_torch_cuda_caching_allocator_raw_alloc");
+        find(free, "aoti_torch_cuda_caching_allocator_raw_delete");
+    }
+};
+const TorchCuda& torch_cuda() {
+    static const TorchCuda one;
+    return one;
+}
+
+Stream current_stream(int device_index) {
     Stream stream = nullptr;
-    check(get(device_index, &stream), "the current stream");
+    check(torch_cuda().get_stream(device_index, &stream), "the current stream");
     return stream;
 }
 
@@ -177,6 +193,29 @@ Handle empty(int64_t rows, int64_t columns, int32_t dtype, int device_index) {
     return Handle(made);
 }
 
+// Memory of torch's cache for work on the current stream of the current device. It may be given back as soon as that
+// work is queued: what takes it next on this stream runs afterwards.
+class Scratch {
+  public:
+    Scratch(size_t bytes, int device_index) {
+        const TorchCuda& torch = torch_cuda();
+        if (torch.allocate && torch.free) {  // a microsecond less than a tensor
+            check(torch.allocate(bytes, &raw_), "allocating the workspace");
+            return;
+        }
+        tensor_ = empty(1, int64_t(bytes), aoti_torch_dtype_uint8(), device_index);
+    }
+    Scratch(const Scratch&) = delete;
+    ~Scratch() {
+        if (raw_) torch_cuda().free(raw_);
+    }
+    unsigned char* data() const { return (unsigned char*)(raw_ ? raw_ : tensor_.view().data); }
+
+  private:
+    void* raw_ = nullptr;
+    Handle tensor_;
+};
+
 // The data of a tensor as dense rows that begin at multiples of 16 bytes; a copy is kept in `copy`.
 const char* dense(const Handle& tensor, const View& v, int device_index, Handle& copy) {
     if (is_contiguous(v) && uintptr_t(v.data) % 16 == 0) return v.data;
@@ -189,7 +228,7 @@ const char* dense(const Handle& tensor, const View& v, int device_index, Handle&
           "empty");
     Handle owner(made);
     check(aoti_torch_copy_(made, tensor.tensor, 0), "copy");
-    std::swap(copy.tensor, owner.tensor);
+    copy = std::move(owner);
     return copy.view().data;
 }
 
@@ -247,7 +286,7 @@ std::shared_ptr<const BoundExperts> bind(const Driver& d, const Layer& layer,
 void launch(const Driver& d, const MoeflexCudaKernel& kernel, Function function, int num_blocks,
             Stream stream, Parameters& p) {
     void* pointers[7];
-    const int num_maps = kernel.prefill ? 6 : 3;
+    const int num_maps = 3 + kernel.num_row_maps;
     for (int i = 0; i < num_maps; ++i) pointers[i] = &p.maps[i];
     pointers[num_maps] = &p.args;
     LaunchAttribute cooperative = {kCooperative, {}, {1}};
@@ -255,8 +294,8 @@ void launch(const Driver& d, const MoeflexCudaKernel& kernel, Function function,
                                  {unsigned(kernel.num_threads), 1, 1},
                                  unsigned(kernel.shared_bytes),
                                  stream,
-                                 kernel.prefill ? &cooperative : nullptr,
-                                 kernel.prefill ? 1u : 0u};
+                                 kernel.cooperative ? &cooperative : nullptr,
+                                 kernel.cooperative ? 1u : 0u};
     d.check(d.cuLaunchKernelEx(&config, function, pointers, nullptr), "launching the layer");
 }
 
@@ -290,12 +329,9 @@ AtenTensorHandle compute(const Call& call, const std::string& plan) {
     const Stream stream = current_stream(call.device_index);
     const Workspace workspace(s, shape, num_tokens);
     int* control = device.counters.of(d, stream, workspace.control);
-    // Scratch and copies go back to torch's cache at the end of this call: what takes them next on this stream runs
-    // after the launch.
-    const Handle scratch =
-        empty(1, int64_t(workspace.scratch_bytes()), aoti_torch_dtype_uint8(), call.device_index);
-    Parameters p =
-        bound->parameters(d, shape, workspace, (unsigned char*)scratch.view().data, control);
+    const Scratch scratch(workspace.scratch_bytes(), call.device_index);
+    Parameters p = bound->parameters(d, shape, workspace, scratch.data(), control);
+    // Copies go back to torch's cache at the end of this call, as scratch does.
     Handle x_copy, ids_copy, weights_copy;
     p.args.num_tokens = int(num_tokens);
     p.args.x = dense(call.x, call.x_view, call.device_index, x_copy);

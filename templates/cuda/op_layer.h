@@ -50,19 +50,19 @@ inline TensorMap encode(const Driver& driver, int dtype, const void* address, un
 
 // [k, rows, expert] when K-major, else [rows, k, expert] with 64 rows a box.
 inline TensorMap expert_map(const Driver& driver, const MoeflexCudaLayerSpec& s, const Matrix& m,
-                            uint32_t box_rows, uint32_t box_k) {
+                            int32_t box_rows, int32_t box_k) {
     const bool k_major = m.k_stride == 1;
     const uint64_t dims[3] = {uint64_t(k_major ? m.k : m.rows), uint64_t(k_major ? m.rows : m.k),
                               uint64_t(s.num_experts)};
     const uint64_t strides[2] = {2 * uint64_t(k_major ? m.row_stride : m.k_stride),
                                  2 * uint64_t(m.expert_stride)};
-    const uint32_t box[3] = {64, k_major ? box_rows : box_k, 1};
+    const uint32_t box[3] = {64, uint32_t(k_major ? box_rows : box_k), 1};
     return encode(driver, s.dtype, m.data, 3, dims, strides, box);
 }
 
 // K-major gate and up in one map: [k, 8 rows, gate | up, rows / 8, expert]; the lower address first.
 inline TensorMap slab_map(const Driver& driver, const MoeflexCudaLayerSpec& s, const Matrix& gate,
-                          const Matrix& up, int num_slabs) {
+                          const Matrix& up, int32_t slab_rows) {
     if (gate.row_stride != up.row_stride || gate.expert_stride != up.expert_stride)
         refuse_layout("w1 and w3 must have the same strides; make both contiguous");
     const Matrix& low = gate.data < up.data ? gate : up;
@@ -71,7 +71,7 @@ inline TensorMap slab_map(const Driver& driver, const MoeflexCudaLayerSpec& s, c
                               uint64_t(s.num_experts)};
     const uint64_t strides[4] = {2 * uint64_t(gate.row_stride), uint64_t(high.data - low.data),
                                  16 * uint64_t(gate.row_stride), 2 * uint64_t(gate.expert_stride)};
-    const uint32_t box[5] = {64, 8, 2, uint32_t(4 * num_slabs), 1};
+    const uint32_t box[5] = {64, 8, 2, uint32_t(slab_rows / 16), 1};
     return encode(driver, s.dtype, low.data, 5, dims, strides, box);
 }
 
@@ -81,20 +81,14 @@ struct Workspace {
     int64_t num_rows;
     size_t control, routes, h, y;
 
-    Workspace(const MoeflexCudaLayerSpec& s, const MoeflexCudaKernel& kernel, int64_t num_tokens) {
-        const int64_t num_routes = num_tokens * s.top_k;
-        if (kernel.prefill) {
-            const int64_t some = num_routes < s.num_experts ? num_routes : s.num_experts;
-            const int64_t num_tiles = num_routes / kernel.block_m + some;
-            num_rows = num_tiles * kernel.block_m;
-            control = size_t(128 + s.num_experts + (1 + kernel.num_slices) * num_tiles);
-            routes = size_t(num_routes + s.num_experts + 1 + 2 * num_tiles + 2 * num_rows);
-        } else {
-            num_rows = num_routes;
-            control = size_t(96 + kernel.max_tiles);
-            routes = 0;
-        }
-        control *= 4, routes *= 4;
+    Workspace(const MoeflexCudaLayerSpec& s, const MoeflexCudaKernel& k, int64_t num_tokens) {
+        const int64_t num_routes = num_tokens * s.top_k, E = s.num_experts;
+        const int64_t num_tiles =
+            k.tile_rows ? num_routes / k.tile_rows + (num_routes < E ? num_routes : E) : 0;
+        num_rows = k.rows_per_tile * num_tiles + k.rows_per_route * num_routes;
+        control = 4 * size_t(k.control + k.control_per_expert * E + k.control_per_tile * num_tiles);
+        routes = 4 * size_t(k.routes + k.routes_per_route * num_routes + k.routes_per_expert * E +
+                            k.routes_per_tile * num_tiles + k.routes_per_row * num_rows);
         h = size_t(num_rows) * size_t(s.intermediate) * 2;
         y = size_t(num_rows) * size_t(s.hidden) * 2;
     }
@@ -107,7 +101,7 @@ struct Workspace {
 
 // What a kernel is given besides the arguments of one call.
 struct Parameters {
-    TensorMap maps[6];  // gate, up, down; prefill also h, h for stores, y for stores
+    TensorMap maps[6];  // gate, up, down, and those of the workspace
     LayerArgs args;
 };
 
@@ -132,21 +126,14 @@ class BoundExperts {
         args.intermediate = s.intermediate;
         args.up_first = two ? up.data < gate.data : up_first(s);
         bind_biases(tensors, num_up, w2);
-        if (kernel.prefill) {
-            const uint32_t box_rows = two ? 128 : 256;
-            fixed_.maps[0] = expert_map(driver, s, gate, box_rows, 64);
-            fixed_.maps[1] = two ? expert_map(driver, s, up, box_rows, 64) : fixed_.maps[0];
-            fixed_.maps[2] = expert_map(driver, s, down, 256, 64);
-            return;
-        }
-        const uint32_t unit_rows = uint32_t(64 * kernel.num_slabs);
-        if (two && s.w13_out_in) {
-            fixed_.maps[0] = fixed_.maps[1] = slab_map(driver, s, gate, up, kernel.num_slabs);
+        if (two && s.w13_out_in && kernel.slab_rows) {
+            fixed_.maps[0] = fixed_.maps[1] = slab_map(driver, s, gate, up, kernel.slab_rows);
         } else {
-            fixed_.maps[0] = expert_map(driver, s, gate, unit_rows, 128);
-            fixed_.maps[1] = two ? expert_map(driver, s, up, unit_rows, 128) : fixed_.maps[0];
+            const int32_t rows = two ? kernel.pair_rows : kernel.whole_rows;
+            fixed_.maps[0] = expert_map(driver, s, gate, rows, kernel.box_k);
+            fixed_.maps[1] = two ? expert_map(driver, s, up, rows, kernel.box_k) : fixed_.maps[0];
         }
-        fixed_.maps[2] = expert_map(driver, s, down, unit_rows, 128);
+        fixed_.maps[2] = expert_map(driver, s, down, kernel.down_rows, kernel.box_k);
     }
 
     // The parameters of a launch whose scratch memory lies at `scratch`.
@@ -157,19 +144,20 @@ class BoundExperts {
         p.args.routes = (int*)scratch;
         p.args.h = scratch + Workspace::aligned(workspace.routes);
         p.args.y = p.args.h + Workspace::aligned(workspace.h);
-        if (kernel.prefill) {
-            p.maps[3] = row_map(driver, p.args.h, spec_.intermediate, workspace.num_rows, 128);
-            p.maps[4] = row_map(driver, p.args.h, spec_.intermediate, workspace.num_rows, 64);
-            p.maps[5] = row_map(driver, p.args.y, spec_.hidden, workspace.num_rows, 64);
-        }
+        for (int i = 0; i < kernel.num_row_maps; ++i)
+            p.maps[3 + i] = kernel.row_map_of[i]
+                                ? row_map(driver, p.args.y, spec_.hidden, workspace.num_rows,
+                                          kernel.row_map_rows[i])
+                                : row_map(driver, p.args.h, spec_.intermediate, workspace.num_rows,
+                                          kernel.row_map_rows[i]);
         return p;
     }
 
   private:
     TensorMap row_map(const Driver& driver, const void* data, int64_t width, int64_t rows,
-                      uint32_t box_rows) const {
+                      int32_t box_rows) const {
         const uint64_t dims[2] = {uint64_t(width), uint64_t(rows)}, strides[1] = {2 * dims[0]};
-        const uint32_t box[2] = {64, box_rows};
+        const uint32_t box[2] = {64, uint32_t(box_rows)};
         return encode(driver, spec_.dtype, data, 2, dims, strides, box);
     }
 

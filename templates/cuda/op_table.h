@@ -27,14 +27,25 @@ struct MoeflexCudaLayerSpec {
     int32_t index_bytes;  // of the ids: 4 | 8
 };
 
-// One kernel, for first_tokens <= T <= last_tokens.
+// One kernel, for first_tokens <= T <= last_tokens: what a launch depends on, so that a new kernel changes nothing in
+// the launcher. codegen/cuda_program.py fills it in.
 struct MoeflexCudaKernel {
     int32_t first_tokens, last_tokens;
-    int32_t prefill;  // else decode
+    int32_t cooperative;
     int32_t num_threads, shared_bytes;
-    int32_t block_m;
-    int32_t num_slabs, max_tiles;  // decode
-    int32_t num_slices;            // prefill
+    // Boxes of the expert maps. slab_rows > 0: K-major gate and up share one map of slabs of that many rows.
+    int32_t slab_rows;
+    int32_t pair_rows;   // of gate and of up
+    int32_t whole_rows;  // of gate where it is alone, or holds up as its neighbour
+    int32_t down_rows;
+    int32_t box_k;  // MN-major only; 64 elements where K is contiguous
+    // Maps of the workspace: of h (0) or y (1), with boxes of so many rows.
+    int32_t num_row_maps, row_map_of[3], row_map_rows[3];
+    // Workspace of T tokens in units of 4 bytes, R = T * K routes, E experts:
+    // tiles = R / tile_rows + min(E, R), or none; rows = rows_per_tile * tiles + rows_per_route * R.
+    int32_t tile_rows, rows_per_tile, rows_per_route;
+    int32_t control, control_per_expert, control_per_tile;
+    int32_t routes, routes_per_route, routes_per_expert, routes_per_tile, routes_per_row;
     uint64_t cubin_bytes;
     const void* cubin;
     const char* entry;

@@ -1,7 +1,7 @@
 // Prints what a launch would be given: tensor maps as they reach the driver, workspace, arguments.
 //
-// stdin: the 14 numbers of MoeflexCudaLayerSpec; the 9 of MoeflexCudaKernel; T; the number of expert tensors; for each
-// its address, number of axes, sizes and strides.
+// stdin: the 14 numbers of MoeflexCudaLayerSpec; the 28 of MoeflexCudaKernel before its binary; T; the number of expert
+// tensors; for each its address, number of axes, sizes and strides.
 #include <iostream>
 
 #include "cuda/op_layer.h"
@@ -29,7 +29,8 @@ int main() {
     MoeflexCudaLayerSpec spec;
     for (size_t i = 0; i < sizeof spec / 4; ++i) std::cin >> ((int32_t*)&spec)[i];
     MoeflexCudaKernel kernel{};
-    for (size_t i = 0; i < 9; ++i) std::cin >> ((int32_t*)&kernel)[i];
+    for (size_t i = 0; i < offsetof(MoeflexCudaKernel, cubin_bytes) / 4; ++i)
+        std::cin >> ((int32_t*)&kernel)[i];
     int64_t num_tokens;
     size_t num_tensors;
     std::cin >> num_tokens >> num_tensors;
@@ -52,7 +53,7 @@ int main() {
         std::cout << "workspace " << w.control << ' ' << w.routes << ' ' << w.h << ' ' << w.y << ' '
                   << w.num_rows << ' ' << w.scratch_bytes() << '\n';
         std::cout << "order";
-        for (int i = 0; i < (kernel.prefill ? 6 : 3); ++i) std::cout << ' ' << p.maps[i].words[0];
+        for (int i = 0; i < 3 + kernel.num_row_maps; ++i) std::cout << ' ' << p.maps[i].words[0];
         std::cout << "\nargs " << p.args.up_first << ' ' << p.args.bias13_expert_stride << ' '
                   << uint64_t(p.args.bias_gate) << ' ' << uint64_t(p.args.bias_up) << ' '
                   << uint64_t(p.args.bias_down) << ' ' << p.args.h - scratch << ' '

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import struct
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from moe_compiler.codegen import cuda_program
 from moe_compiler.codegen.cuda import choose_config
-from moe_compiler.runtime import cuda_launch, cuda_maps
+from moe_compiler.runtime import cuda_launch, cuda_maps, cuda_target
 from tests.runtime.test_cuda_layer import CASES, Case
 
 SOURCE = Path(__file__).with_name("launch_test.cpp")
@@ -59,11 +60,12 @@ def launched(compile_cpp: Callable[..., Path]) -> Run:
             num_tokens=tokens,
         )
         (kernel,) = made.kernels
-        launch = dict(kernel.launch)
         numbers = [number for _, number in made.layer]
-        numbers += [kernel.first_tokens, kernel.last_tokens, launch["prefill"]]
-        numbers += [launch["num_threads"], 0, launch["block_m"], launch["num_slabs"]]
-        numbers += [launch["max_tiles"], launch["num_slices"], tokens, len(experts)]
+        # as the launcher gets them: all 32-bit numbers in front of the binary
+        fields = bytes(cuda_target.launch_fields(kernel))
+        size = cuda_target._Kernel.cubin_bytes.offset
+        numbers += struct.unpack(f"{size // 4}i", fields[:size])
+        numbers += [tokens, len(experts)]
         for tensor in experts:
             numbers += [tensor.data_ptr(), tensor.dim(), *tensor.shape, *tensor.stride()]
         done = subprocess.run(
