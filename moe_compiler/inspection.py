@@ -270,7 +270,7 @@ def _block(
         status=Status.MATCHED,
         router=region.router.kind,
         region=region,
-        target=placement.title,
+        target=placement.full_title,
         tensors=tensors,
         expert_bytes=num_bytes,
         bytes_per_expert=per_expert,

@@ -83,6 +83,11 @@ class Placement:
             return f"inductor: {self.reason}"
         return f"{self.target} ({self.reason})" if self.reason else self.target
 
+    @property
+    def full_title(self) -> str:
+        """`title`, and what computes the router where that is a kernel of its own."""
+        return self.title + (", router by a Triton kernel" if self.router is not None else "")
+
 
 def plans_for(region: MoERegion, options: Options) -> list[MoEPlan]:
     """The plans that compute a region, best first: router inside the op, then outside.

@@ -160,7 +160,8 @@ def test_cache_tag_covers_the_options_that_matter():
             return torch.compiler.config.cache_key_tag
 
     assert tag() == tag(dump_dir="/tmp", strict=True)
-    assert len({tag(), tag(batch_invariant=True), tag(absorb_router="never")}) == 3
+    tags = {tag(), tag(batch_invariant=True), tag(absorb_router="never"), tag(target="triton")}
+    assert len(tags) == 4
 
 
 def test_source_digest_covers_every_room(monkeypatch):

@@ -319,6 +319,7 @@ def test_a_config_is_built_without_weights(tmp_path: Path) -> None:
     assert block.status is Status.MATCHED
     assert block.region is not None
     assert (block.region.weight_dtype, block.region.num_tokens) == ("bf16", 0)
+    assert block.target == "cuda sm_90a, router by a Triton kernel"
     (model, head) = report.outline
     assert (model.label, head.label) == ("model", "lm_head")
     assert [(n.label, n.repeat) for n in model.children if n.label.startswith("layers")] == [

@@ -115,6 +115,7 @@ def test_options_of_inductor_are_passed_on():
         {"strict": 1},
         {"batch_invariant": "yes"},
         {"absorb_router": True},
+        {"target": "tpu"},
         {"dump_dir": 7},
         {"max_autotune": "yes"},
         {"cpp.threads": "two"},

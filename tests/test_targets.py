@@ -53,6 +53,14 @@ def test_the_first_that_takes_the_layer_wins_and_says_why_not_a_better_one(monke
     assert choose_target(Device(type="cuda"), LAYER) == Choice(target=second, reason="too odd")
 
 
+def test_a_target_that_is_asked_for_is_the_only_one(monkeypatch):
+    first, second = Refuses("a", ""), Refuses("b", "")
+    monkeypatch.setitem(targets.TARGETS, "cuda", (first, second))
+    assert choose_target(Device(type="cuda"), LAYER, only="b") == Choice(target=second)
+    found = choose_target(Device(type="cpu"), LAYER, only="b")
+    assert found.target is None and "'target': 'b'" in found.reason and "cpu" in found.reason
+
+
 def test_all_reasons_are_said_once_when_none_takes_it(monkeypatch):
     monkeypatch.setitem(
         targets.TARGETS, "cuda", (Refuses("a", "x"), Refuses("b", "y"), Refuses("c", "x"))
