@@ -207,6 +207,7 @@ class Prepared:
             report = moe_compiler.last_report()
             assert report is not None
             self.found["placements"] = sorted(set(report.placements))
+            self.found["stages_s"] = {name: round(s, 2) for name, s in report.stage_seconds}
 
     def timed(self) -> dict[str, Any]:
         """The fields of this contender in the row of the phase."""
@@ -293,7 +294,7 @@ def make_rows(
             row[f"{contender}_compile_s"] = measured.get("compile_s")
         if ours:
             row["surroundings_ms"] = round(around / 1e3, 4)
-            row["placements"] = ours["placements"]
+            row["placements"], row["stages_s"] = ours["placements"], ours["stages_s"]
         yield row
 
 
