@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,14 @@ import moe_compiler
 from moe_compiler import triton_kernels
 from moe_compiler.backend import moeflex
 from moe_compiler.ir import MoEPlan, RouterSpec
+from tests import tolerances
 from tests.models import zoo
 from tests.runtime.test_triton_layer import make_experts
 from tests.runtime.triton_cases import LAYERS, ROUTERS
-from tests.tolerances import (
-    assert_close_to_eager,
-    assert_close_to_fp32,
-    assert_most_rows_close_to_fp32,
-)
+from tests.tolerances import assert_close_to_eager, assert_close_to_fp32
+
+# Later tokens of a sequence see, through the attention, one that was sent to another expert.
+assert_close = functools.partial(tolerances.assert_most_rows_close_to_fp32, share=0.25)
 
 pytestmark = pytest.mark.gpu
 
@@ -53,9 +54,7 @@ def test_prefill(family: str, dtype: torch.dtype) -> None:
         for length in (17, 40, 150):  # static, then dynamic in T
             ids = zoo.token_ids(2, length).cuda()
             ours = logits(compiled, ids)
-            assert_most_rows_close_to_fp32(
-                ours.cpu(), logits(model, ids).cpu(), logits(exact, ids).cpu()
-            )
+            assert_close(ours.cpu(), logits(model, ids).cpu(), logits(exact, ids).cpu())
             assert torch.equal(ours, logits(compiled, ids))
     assert placements() == {"triton"}
 
@@ -70,9 +69,7 @@ def test_cuda_graphs() -> None:
             ids = zoo.token_ids(2, 16, seed).cuda()
             torch.compiler.cudagraph_mark_step_begin()
             ours = logits(compiled, ids).clone()
-            assert_most_rows_close_to_fp32(
-                ours.cpu(), logits(model, ids).cpu(), logits(exact, ids).cpu()
-            )
+            assert_close(ours.cpu(), logits(model, ids).cpu(), logits(exact, ids).cpu())
     from torch._inductor.cudagraph_trees import get_container
 
     manager = get_container(torch.cuda.current_device()).tree_manager
