@@ -313,13 +313,16 @@ def small_config(folder: Path, **more: Any) -> str:
 
 def test_a_config_is_built_without_weights(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    report = inspect_model(Request(target=small_config(tmp_path), tokens=(1,), device="h200"))
+    request = Request(target=small_config(tmp_path), tokens=(1, 2048), device="h200")
+    report = inspect_model(request)
     assert [group.label for group in group_blocks(report.blocks)] == ["model.layers.1-3.mlp"]
     block = report.blocks[0]
     assert block.status is Status.MATCHED
     assert block.region is not None
     assert (block.region.weight_dtype, block.region.num_tokens) == ("bf16", 0)
     assert block.target == "cuda sm_90a, router by a Triton kernel"
+    small, large = block.workspace_bytes
+    assert 0 < small < large
     (model, head) = report.outline
     assert (model.label, head.label) == ("model", "lm_head")
     assert [(n.label, n.repeat) for n in model.children if n.label.startswith("layers")] == [
