@@ -104,10 +104,10 @@ def router_row(name: str, num_tokens: int) -> dict[str, Any]:
         "linear": lambda: x @ gate.t(),
         "eager": eager,
         "inductor": lambda: compiled(spec, logits, bias),
-        "triton": lambda: triton_router.route(spec, logits, bias),
-        "linear_triton": lambda: triton_router.route(spec, x @ gate.t(), bias),
+        "ours": lambda: triton_router.route(spec, logits, bias),
+        "linear_ours": lambda: triton_router.route(spec, x @ gate.t(), bias),
     }
-    ids, expected = runs["triton"]()[0].sort(-1).values, eager()[0].sort(-1).values
+    ids, expected = runs["ours"]()[0].sort(-1).values, eager()[0].sort(-1).values
     same = (ids == expected).all(-1).double().mean().item()
     assert same > 0.99, f"{name} T={num_tokens}: {same:.3f} of the rows have eager's experts"
     found, clock, power = time_graphs(runs, repeats=20)
