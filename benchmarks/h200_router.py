@@ -142,7 +142,7 @@ def layer_row(name: str, num_tokens: int, experts: list[Tensor]) -> dict[str, An
         "what": "layer",
         "model": name,
         "tokens": num_tokens,
-        "layer_us": round(found["layer"], 1),
+        "ours_us": round(found["layer"], 1),
         "fused_without_sort_us": round(min(v for k, v in found.items() if k != "layer"), 1),
         "gate_up": "x".join(map(str, dataclasses.astuple(config.gate_up))),
         "down": "x".join(map(str, dataclasses.astuple(config.down))),
