@@ -23,7 +23,7 @@ from torch import Tensor
 
 from benchmarks import h200_layer, h200_peers, results_io
 from moe_compiler import reference
-from moe_compiler.codegen.triton import choose_config
+from moe_compiler.codegen.triton import TILES, TritonConfig, choose_config, fit
 from moe_compiler.ir import GroupScore, Normalize, RouterSpec, Score
 from moe_compiler.runtime import triton_layer, triton_router
 
@@ -127,14 +127,22 @@ def layer_row(name: str, num_tokens: int, experts: list[Tensor]) -> dict[str, An
     plan = h200_layer.make_plan(model)
     x = torch.randn(num_tokens, model.hidden, device="cuda").bfloat16()
     ids, weights = h200_layer.route(model, num_tokens, "random")
-    config = choose_config(plan, num_tokens, "bf16", torch.cuda.get_device_capability())
-    runs: dict[str, Run] = {
-        "layer": lambda: triton_layer.layer(plan, config, x, ids, weights, experts)
-    }
+    capability = torch.cuda.get_device_capability()
+    config = choose_config(plan, num_tokens, "bf16", capability)
+
+    def layer(config: TritonConfig) -> Run:
+        return lambda: triton_layer.layer(plan, config, x, ids, weights, experts)
+
+    runs: dict[str, Run] = {"ours": layer(config)}
     rows = num_tokens * model.top_k / model.num_experts
+    for _, tile in TILES:
+        other_config = fit(plan, tile, num_tokens, "bf16", capability)
+        if other_config != config and tile.block_m / 4 <= max(rows, 4) <= tile.block_m * 16:
+            runs[f"tile_{tile.block_m}x{tile.block_n}"] = layer(other_config)
+    runs["sort"] = lambda: triton_layer._align(plan.experts, config, ids)
     for index, tile in enumerate(h200_peers.triton_tiles(rows)):
         runs[f"fused{index}"] = h200_peers.triton_fused(x, *experts, ids, weights, tile)
-    ours, other = runs["layer"]().float(), runs["fused0"]().float()
+    ours, other = runs["ours"]().float(), runs["fused0"]().float()
     error = ((ours - other).norm() / other.norm()).item()
     assert error < 2e-2, f"{name} T={num_tokens}: the layers differ by {error:.2e}"
     found, clock, power = time_graphs(runs, repeats=4)
@@ -142,8 +150,10 @@ def layer_row(name: str, num_tokens: int, experts: list[Tensor]) -> dict[str, An
         "what": "layer",
         "model": name,
         "tokens": num_tokens,
-        "ours_us": round(found["layer"], 1),
-        "fused_without_sort_us": round(min(v for k, v in found.items() if k != "layer"), 1),
+        "ours_us": round(found["ours"], 1),
+        "sort_us": round(found["sort"], 1),
+        "fused_without_sort_us": round(min(v for k, v in found.items() if "fused" in k), 1),
+        **{f"{k}_us": round(v, 1) for k, v in found.items() if k.startswith("tile")},
         "gate_up": "x".join(map(str, dataclasses.astuple(config.gate_up))),
         "down": "x".join(map(str, dataclasses.astuple(config.down))),
         "sm_mhz": clock,
@@ -153,6 +163,7 @@ def layer_row(name: str, num_tokens: int, experts: list[Tensor]) -> dict[str, An
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", choices=("router", "layer"), default="")
     parser.add_argument("--no-write", action="store_true")
     parser.add_argument("--commit", default="", help="commit, where git is not there to ask")
     options = parser.parse_args()
@@ -162,10 +173,10 @@ def main() -> None:
         rows.append(row)
         print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
 
-    for name in ROUTERS:
+    for name in ROUTERS if options.only != "layer" else ():
         for num_tokens in ROUTER_TOKENS:
             add(router_row(name, num_tokens))
-    for name, tokens in LAYERS.items():
+    for name, tokens in LAYERS.items() if options.only != "router" else ():
         model = h200_layer.MODELS[name]
         E, H, I = model.num_experts, model.hidden, model.intermediate
         experts = [

@@ -1,14 +1,14 @@
 """Tile sizes of the Triton layer: by rows per expert, the shared memory of the GPU, and the plan.
 
-No tuning run: the table below was chosen on paper and checked on one H200; what a GPU with less
-shared memory cannot hold gets fewer stages, then a shorter k step.
+No tuning run: the table below was measured on one H200 (`benchmarks/h200_router.py`); a GPU with
+less shared memory gets fewer stages, then narrower tiles.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-from moe_compiler.ir import GateLayout, MoEPlan, Score
+from moe_compiler.ir import MoEPlan, Score
 
 # Bytes of shared memory that one block may have, by compute capability.
 _SHARED_BYTES = {(8, 0): 166912, (8, 7): 166912, (9, 0): 232448, (10, 0): 232448, (10, 3): 232448}
@@ -18,6 +18,8 @@ _ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _RESERVED_BYTES = 2048
 
 OLDEST = (8, 0)
+# Above this, one launch of the sort would read the ids so often that three are faster.
+_MANY_ROUTES = 4096
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +47,36 @@ class TritonTile:
         return self.num_stages * columns * self.block_k * _ELEMENT_BYTES[dtype]
 
 
+def _tile(m: int, n: int, k: int, group: int, warps: int, stages: int) -> TritonTile:
+    return TritonTile(
+        block_m=m, block_n=n, block_k=k, group=group, num_warps=warps, num_stages=stages
+    )
+
+
+# (most rows an expert on average, tile). Measured at 4, 8, 16, 128, 256 and 512 rows.
+TILES = (
+    (12, _tile(16, 64, 128, 1, 4, 4)),
+    (24, _tile(32, 128, 64, 8, 4, 4)),
+    (96, _tile(64, 128, 64, 16, 4, 4)),
+    (float("inf"), _tile(128, 256, 64, 16, 8, 3)),
+)
+# No tensor cores: the accumulators of a large tile would not fit into registers.
+FP32_TILES = ((16, _tile(16, 64, 32, 8, 4, 3)), (float("inf"), _tile(64, 64, 32, 8, 4, 3)))
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TritonConfig:
-    """The two products of a layer; `block_m` is the same in both, for they share the row tiles."""
+    """The launches of a layer.
+
+    Attributes:
+        gate_up, down: tiles of the two products; `block_m` is the same in both.
+        sort_in_parts: routes are sorted by three launches instead of one that reads all of them
+            once an expert.
+    """
 
     gate_up: TritonTile
     down: TritonTile
+    sort_in_parts: bool = False
 
     @property
     def block_m(self) -> int:
@@ -85,36 +111,36 @@ def choose_config(
     """
     experts = plan.experts
     rows = 1 << 30 if plan.batch_invariant else num_tokens * plan.router.top_k / experts.num_experts
-    gate_up, down = _tiles(rows, dtype)
+    down = _tiles(rows, dtype)
+    return fit(plan, down, num_tokens, dtype, capability)
+
+
+def fit(
+    plan: MoEPlan, down: TritonTile, num_tokens: int, dtype: str, capability: tuple[int, int]
+) -> TritonConfig:
+    """A layer with this tile, made to fit the GPU; gate and up have half of its columns each."""
+    experts = plan.experts
+    gate_up = dataclasses.replace(down, block_n=down.block_n // 2) if experts.gated else down
     limit = _SHARED_BYTES.get(capability, _SMALLEST_SHARED_BYTES) - _RESERVED_BYTES
-    num_products = 1 if experts.gate_layout is GateLayout.NONE else 2
+    num_products = 2 if experts.gated else 1
     return TritonConfig(
-        gate_up=_fit(gate_up, num_products, dtype, limit), down=_fit(down, 1, dtype, limit)
+        gate_up=_fit(gate_up, num_products, dtype, limit),
+        down=_fit(down, 1, dtype, limit),
+        sort_in_parts=num_tokens * plan.router.top_k > _MANY_ROUTES,
     )
 
 
-def _tiles(rows: float, dtype: str) -> tuple[TritonTile, TritonTile]:
-    """Gate/up and down tiles for so many rows an expert, on the largest GPU."""
-    if dtype == "fp32":
-        # No tensor cores: the accumulators of a large tile would not fit into registers.
-        size = 16 if rows <= 16 else 64
-        tile = TritonTile(block_m=size, block_n=32, block_k=32, group=8, num_warps=4, num_stages=3)
-        return tile, dataclasses.replace(tile, block_n=64)
-    if rows <= 16:
-        tile = TritonTile(block_m=16, block_n=64, block_k=128, group=1, num_warps=4, num_stages=4)
-        return dataclasses.replace(tile, block_n=32), tile
-    if rows <= 64:
-        tile = TritonTile(block_m=64, block_n=128, block_k=64, group=16, num_warps=4, num_stages=4)
-        return dataclasses.replace(tile, block_n=64), tile
-    tile = TritonTile(block_m=128, block_n=256, block_k=64, group=16, num_warps=8, num_stages=3)
-    return dataclasses.replace(tile, block_n=128), tile
+def _tiles(rows: float, dtype: str) -> TritonTile:
+    """The down tile for so many rows an expert, on the largest GPU."""
+    table = FP32_TILES if dtype == "fp32" else TILES
+    return next(tile for most_rows, tile in table if rows <= most_rows)
 
 
 def _fit(tile: TritonTile, num_products: int, dtype: str, limit: int) -> TritonTile:
-    """The tile with the depth, and then the k step, that fit into `limit` bytes."""
-    while tile.shared_bytes(num_products, dtype) > limit:
-        if tile.num_stages > 2:
-            tile = dataclasses.replace(tile, num_stages=tile.num_stages - 1)
-        else:
-            tile = dataclasses.replace(tile, block_k=tile.block_k // 2, num_stages=3)
-    return tile
+    """The tile that fits into `limit` bytes: fewer stages down to three, then half of the columns."""
+    for block_n in (tile.block_n, tile.block_n // 2, tile.block_n // 4):
+        for num_stages in range(tile.num_stages, 2, -1):
+            smaller = dataclasses.replace(tile, block_n=block_n, num_stages=num_stages)
+            if smaller.shared_bytes(num_products, dtype) <= limit:
+                return smaller
+    raise AssertionError(f"no form of {tile} fits into {limit} bytes of shared memory")

@@ -1,4 +1,4 @@
-"""The whole MoE layer as four Triton launches, for GPUs that the Hopper kernel does not serve.
+"""The whole MoE layer as four Triton launches (six for many tokens), for GPUs that the Hopper kernel does not serve.
 
 `layer` allocates, launches and returns: outside of a trace it runs, and in a traced graph (of
 `torch.compile`, `torch.export`) its kernels are seen by Inductor one by one, as any Triton kernel
@@ -28,7 +28,10 @@ from moe_compiler.ir import (
 from moe_compiler.reference import DTYPES
 from moe_compiler.runtime.triton_router import at_least_one
 
-_MAX_CHUNK = 2048
+# Routes that a program of the sort takes at a time. No fewer than its threads: Triton 3.6 counts values
+# that two warps hold twice.
+_MIN_CHUNK, _MAX_CHUNK = 128, 2048
+_EXPERTS_AT_ONCE = 8
 # What the kernel takes for "no limit": an infinity cannot be written into a source.
 _NO_LIMIT = 1e39
 
@@ -57,6 +60,8 @@ class Config(Protocol):
     def gate_up(self) -> Tile: ...  # noqa: D102
     @property
     def down(self) -> Tile: ...  # noqa: D102
+    @property
+    def sort_in_parts(self) -> bool: ...  # noqa: D102
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,39 +109,84 @@ def layer(
     ids, weights = ids.contiguous(), weights.contiguous()
     x = x if x.stride(1) == 1 else x.contiguous()
     tensors = dict(zip(spec.tensor_roles, experts, strict=True))
-    routes = _align(spec, config.gate_up.block_m, ids)
+    routes = _align(spec, config, ids)
     h = _gate_up(plan, config.gate_up, x, weights, tensors, routes, ids.shape[1])
     y = _down(spec, config.down, h, tensors, routes)
     _combine(spec, y, ids, weights, out)
     return out
 
 
-def _align(spec: ExpertSpec, block_m: int, ids: Tensor) -> _Routes:
-    from moe_compiler.runtime.triton_layer_kernels import moeflex_align
-
+def _align(spec: ExpertSpec, config: Config, ids: Tensor) -> _Routes:
     num_routes, num_experts = ids.numel(), spec.num_experts
     # Full tiles, and one that is not full for every expert.
-    max_tiles = num_routes // block_m + num_experts
+    max_tiles = num_routes // config.gate_up.block_m + num_experts
     if isinstance(max_tiles, int):
         max_tiles = min(max_tiles, num_routes)
     make = functools.partial(torch.empty, dtype=torch.int32, device=ids.device)
     tiles = make(max_tiles), make(max_tiles), make(max_tiles), make(1)
-    routes = make(num_routes)
+    found = _Routes(routes=make(num_routes), tiles=tiles, max_tiles=max_tiles)
+    constants = {"E": num_experts, "BINS": 1 << num_experts.bit_length()}
+    sort = _sort_in_parts if config.sort_in_parts else _sort_at_once
+    sort(ids, found, constants, config.gate_up.block_m)
+    return found
+
+
+def _sort_at_once(ids: Tensor, found: _Routes, constants: dict[str, int], block_m: int) -> None:
+    from moe_compiler.runtime.triton_layer_kernels import moeflex_align
+
+    num_routes = ids.numel()
     chunk = _MAX_CHUNK
     if isinstance(num_routes, int):
-        chunk = min(_MAX_CHUNK, max(128, 1 << (num_routes - 1).bit_length()))
-    wrap_triton(moeflex_align)[(num_experts,)](
+        chunk = min(_MAX_CHUNK, max(_MIN_CHUNK, 1 << (num_routes - 1).bit_length()))
+    wrap_triton(moeflex_align)[(constants["E"],)](
         ids,
-        routes,
-        *tiles,
+        found.routes,
+        *found.tiles,
         num_routes,
-        E=num_experts,
-        BINS=1 << num_experts.bit_length(),
+        **constants,
         BM=block_m,
         CHUNK=chunk,
         num_warps=4,
     )
-    return _Routes(routes=routes, tiles=tiles, max_tiles=max_tiles)
+
+
+def _sort_in_parts(ids: Tensor, found: _Routes, constants: dict[str, int], block_m: int) -> None:
+    from moe_compiler.runtime.triton_layer_kernels import (
+        moeflex_count,
+        moeflex_place,
+        moeflex_plan,
+    )
+
+    num_routes, num_bins = ids.numel(), constants["BINS"]
+    num_blocks = (num_routes + _MAX_CHUNK - 1) // _MAX_CHUNK
+    counts = torch.empty((num_blocks, num_bins), dtype=torch.int32, device=ids.device)
+    before = torch.empty_like(counts)
+    # Blocks of one step of the plan: as many as fit into registers.
+    blocks = max(1, 8192 // num_bins)
+    grid = at_least_one(num_blocks)
+    wrap_triton(moeflex_count)[(grid,)](
+        ids, counts, num_routes, **constants, CHUNK=_MAX_CHUNK, num_warps=4
+    )
+    wrap_triton(moeflex_plan)[(1,)](
+        counts,
+        before,
+        *found.tiles,
+        num_blocks,
+        **constants,
+        BM=block_m,
+        BLOCKS=blocks,
+        num_warps=8,
+    )
+    wrap_triton(moeflex_place)[(-(-constants["E"] // _EXPERTS_AT_ONCE), grid)](
+        ids,
+        before,
+        found.routes,
+        num_routes,
+        **constants,
+        CHUNK=_MAX_CHUNK,
+        EXPERTS=_EXPERTS_AT_ONCE,
+        num_warps=4,
+    )
 
 
 def _gate_up(
@@ -162,6 +212,7 @@ def _gate_up(
     up_strides = _strides(up, spec.w13_orientation)
     gate_row, up_row = _first_rows(spec)
     interleaved = spec.gate_layout in (GateLayout.INTERLEAVED, GateLayout.INTERLEAVED_UP_FIRST)
+    k_major = spec.w13_orientation is Orientation.OUT_IN and not separate
     num_routes = routes.routes.shape[0]
     h = torch.empty((num_routes, spec.intermediate), dtype=x.dtype, device=x.device)
     num_n = -(-spec.intermediate // tile.block_n)
@@ -188,6 +239,7 @@ def _gate_up(
         I=spec.intermediate,
         K=top_k,
         GATED=spec.gated,
+        PAIRED=spec.gated and (interleaved or k_major),
         INTERLEAVED=interleaved,
         UP_FIRST=spec.gate_layout is GateLayout.INTERLEAVED_UP_FIRST,
         HAS_BIAS=spec.has_b13,

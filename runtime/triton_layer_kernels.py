@@ -9,6 +9,9 @@ moeflex_down      h [R, I]                -> y [R, H] by route
 moeflex_combine   y [R, H], weights [R]   -> out [T, H], summed in the order of k
 ```
 
+Many routes are sorted by three launches instead of the first, which would read all ids once an expert:
+`moeflex_count`, `moeflex_plan`, `moeflex_place`; the order is the same.
+
 An id outside of [0, E) takes no row; its row of y does not count. No launch uses atomics, and no sum
 depends on the order in which programs run: two calls give the same bytes.
 """
@@ -54,6 +57,67 @@ def moeflex_align(
         rank = tl.cumsum(mine, axis=0) - mine
         tl.store(routes + row + rank, route, mask=mine != 0)
         row += tl.sum(mine, axis=0)
+
+
+@triton.jit
+def moeflex_count(
+    ids, counts, num_routes,
+    E: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """counts [block, BINS]: routes of every expert among CHUNK neighbours; the bin E takes invalid ids."""
+    block = tl.program_id(0)
+    route = block * CHUNK + tl.arange(0, CHUNK)
+    found = tl.load(ids + route, mask=route < num_routes, other=E)
+    bin_of = tl.where((found >= 0) & (found < E), found, E).to(tl.int32)
+    tl.store(counts + block * BINS + tl.arange(0, BINS), tl.histogram(bin_of, BINS))
+
+
+@triton.jit
+def moeflex_plan(
+    counts, before, tile_expert, tile_row, tile_end, num_tiles, num_blocks,
+    E: tl.constexpr, BINS: tl.constexpr, BM: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """One program: before [block, BINS], the row of the block's first route of an expert; the tiles."""
+    bins, block = tl.arange(0, BINS), tl.arange(0, BLOCKS)
+    total = tl.zeros((BINS,), tl.int32)
+    for first in range(0, num_blocks, BLOCKS):
+        at = (first + block)[:, None] * BINS + bins[None, :]
+        found = tl.load(counts + at, mask=(first + block < num_blocks)[:, None], other=0)
+        total += tl.sum(found, axis=0)
+    total = tl.where(bins < E, total, 0)
+    start = tl.cumsum(total, axis=0) - total
+    row = start
+    for first in range(0, num_blocks, BLOCKS):
+        at = (first + block)[:, None] * BINS + bins[None, :]
+        mask = (first + block < num_blocks)[:, None]
+        found = tl.load(counts + at, mask=mask, other=0)
+        tl.store(before + at, row[None, :] + tl.cumsum(found, axis=0) - found, mask=mask)
+        row += tl.sum(found, axis=0)
+    tiles = (total + BM - 1) // BM
+    tile = tl.cumsum(tiles, axis=0) - tiles
+    tl.store(num_tiles, tl.sum(tiles, axis=0))
+    for index in range(0, tl.max(tiles, axis=0)):
+        mask = index < tiles
+        tl.store(tile_expert + tile + index, bins, mask=mask)
+        tl.store(tile_row + tile + index, start + index * BM, mask=mask)
+        tl.store(tile_end + tile + index, start + total, mask=mask)
+
+
+@triton.jit
+def moeflex_place(
+    ids, before, routes, num_routes,
+    E: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    """Program (e, b) places the routes of EXPERTS experts among the CHUNK of block b."""
+    block = tl.program_id(1)
+    route = block * CHUNK + tl.arange(0, CHUNK)
+    found = tl.load(ids + route, mask=route < num_routes, other=E)
+    for index in range(EXPERTS):
+        expert = tl.program_id(0) * EXPERTS + index
+        mine = ((found == expert) & (expert < E)).to(tl.int32)
+        rank = tl.cumsum(mine, axis=0) - mine
+        first = tl.load(before + block * BINS + expert)
+        tl.store(routes + first + rank, route, mask=mine != 0)
 
 
 @triton.jit
@@ -130,15 +194,17 @@ def moeflex_gate_up(
     x_stride, gate_expert, gate_out, gate_in, gate_offset, up_expert, up_out, up_in, up_offset,
     b_expert, gate_b_offset, up_b_offset,
     H: tl.constexpr, I: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr,
-    INTERLEAVED: tl.constexpr, UP_FIRST: tl.constexpr, HAS_BIAS: tl.constexpr, WEIGHT_AT: tl.constexpr,
-    ROUND: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr, GATE_MIN: tl.constexpr,
+    PAIRED: tl.constexpr, INTERLEAVED: tl.constexpr, UP_FIRST: tl.constexpr, HAS_BIAS: tl.constexpr,
+    WEIGHT_AT: tl.constexpr, ROUND: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr, GATE_MIN: tl.constexpr,
     GATE_MAX: tl.constexpr, UP_MIN: tl.constexpr, UP_MAX: tl.constexpr, UP_SHIFT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """h [rows of one expert, BN columns] = act(x @ W1, x @ W3).
 
-    INTERLEAVED: one product with 2 BN neighbouring rows of W13, split afterwards. Otherwise one
-    product each with BN rows of `gate_w + gate_offset` and of `up_w + up_offset`.
+    Gate rows lie in `gate_w + gate_offset`, up rows in `up_w + up_offset`. PAIRED: one product of
+    twice the width in which gate and up alternate, split afterwards: wider products are faster, and
+    where K is the contiguous axis the order of the rows costs nothing. INTERLEAVED: they alternate
+    in memory. Otherwise, and where they are two tensors, two products.
     """
     num_m = tl.load(num_tiles)
     # The grid is as large as it may ever have to be.
@@ -150,13 +216,18 @@ def moeflex_gate_up(
     k = tl.arange(0, BK)
     x_ptr = x + (route // K).to(tl.int64)[:, None] * x_stride + k[None, :]
     col = pid_n * BN + tl.arange(0, BN)
-    gate_w += expert * gate_expert + gate_offset
-    up_w += expert * up_expert + up_offset
+    gate_w += expert * gate_expert
+    up_w += expert * up_expert
     gate = tl.zeros((BM, BN), tl.float32)
     up = tl.zeros((BM, BN), tl.float32)
-    if INTERLEAVED:
+    if PAIRED:
         wide = pid_n * 2 * BN + tl.arange(0, 2 * BN)
-        w_ptr = gate_w + wide.to(tl.int64)[None, :] * gate_out + k[:, None] * gate_in
+        if INTERLEAVED:
+            w_ptr = gate_w + wide.to(tl.int64)[None, :] * gate_out + k[:, None] * gate_in
+        else:
+            pair = (wide // 2).to(tl.int64) * gate_out
+            place = pair + gate_offset + (wide % 2).to(tl.int64) * (up_offset - gate_offset)
+            w_ptr = gate_w + place[None, :] + k[:, None] * gate_in
         both = tl.zeros((BM, 2 * BN), tl.float32)
         for step in range(tl.cdiv(H, BK)):
             in_k = k < H - step * BK
@@ -166,14 +237,14 @@ def moeflex_gate_up(
             x_ptr += BK
             w_ptr += BK * gate_in
         even, odd = tl.split(tl.reshape(both, (BM, BN, 2)))
-        if UP_FIRST:
+        if UP_FIRST and INTERLEAVED:
             gate, up = odd, even
         else:
             gate, up = even, odd
     else:
         wide_col = col.to(tl.int64)[None, :]
-        gate_ptr = gate_w + wide_col * gate_out + k[:, None] * gate_in
-        up_ptr = up_w + wide_col * up_out + k[:, None] * up_in
+        gate_ptr = gate_w + gate_offset + wide_col * gate_out + k[:, None] * gate_in
+        up_ptr = up_w + up_offset + wide_col * up_out + k[:, None] * up_in
         for step in range(tl.cdiv(H, BK)):
             in_k = k < H - step * BK
             mask = in_k[:, None] & (col < I)[None, :]

@@ -96,6 +96,32 @@ def test_routings(routing: str, typical_tokens: int) -> None:
     check(SMALL_LAYERS["hidden-weight"], 40, routing, typical_tokens)
 
 
+@pytest.mark.parametrize("routing", ["random", "invalid", "one"])
+def test_sort_in_parts_gives_the_same_order(routing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from moe_compiler.runtime import triton_layer
+
+    case = LayerCase(experts=11, top_k=3)
+    ids, _ = make_route(case, 150, routing)
+    monkeypatch.setattr(triton_layer, "_MAX_CHUNK", triton_layer._MIN_CHUNK)
+    config = codegen.choose_config(case.plan, 150, "bf16", capability())
+    found = [
+        triton_layer._align(
+            case.plan.experts, dataclasses.replace(config, sort_in_parts=parts), ids
+        )
+        for parts in (False, True)
+    ]
+    num_tiles = int(found[0].tiles[-1])
+    num_valid = int(((ids >= 0) & (ids < case.experts)).sum())
+    assert torch.equal(found[1].tiles[-1], found[0].tiles[-1])
+    for once, parts in zip(found[0].tiles[:-1], found[1].tiles[:-1], strict=True):
+        assert torch.equal(parts[:num_tiles], once[:num_tiles])
+    assert torch.equal(found[1].routes[:num_valid], found[0].routes[:num_valid])
+    expected = torch.argsort(ids.flatten(), stable=True)
+    flat = ids.flatten()[expected]
+    expected = expected[(flat >= 0) & (flat < case.experts)]
+    assert torch.equal(found[0].routes[:num_valid].long(), expected)
+
+
 def test_no_tokens_and_one() -> None:
     case = SMALL_LAYERS["plain"]
     check(case, 1, "random")

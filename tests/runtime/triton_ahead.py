@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,6 +29,8 @@ from moe_compiler.runtime import triton_layer, triton_router
 from tests.runtime import triton_cases
 
 CAPABILITIES = ((8, 0), (8, 9), (9, 0), (10, 0))
+# A copy of 16 bytes into shared memory that the threads do not wait for.
+_COPY = re.compile(r"cp\.async\.cg\.shared\.global [^;]*, 0x10")
 _LETTERS = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -92,6 +95,7 @@ def compile_launch(launch: Launch, capability: tuple[int, int]) -> dict[str, Any
         "shared": compiled.metadata.shared,
         "cubin_bytes": len(compiled.asm["cubin"]),
         "mma": "mma" in compiled.asm["ptx"],
+        "copies": len(_COPY.findall(compiled.asm["ptx"])),
     }
 
 
