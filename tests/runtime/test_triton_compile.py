@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -22,8 +23,9 @@ needs_triton = pytest.mark.skipif(
 SHARED_BYTES = {80: 166912, 89: 101376, 90: 232448, 100: 232448}
 
 
-def compile_all(*arguments: str) -> list[dict[str, object]]:
+def compile_all(cache: Path, *arguments: str) -> list[dict[str, object]]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(cache)
     command = [sys.executable, "-m", "tests.runtime.triton_ahead", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -43,14 +45,14 @@ def check(rows: list[dict[str, object]]) -> None:
 
 
 @needs_triton
-def test_one_router_and_one_layer_for_every_gpu() -> None:
-    check(compile_all("--few"))
+def test_one_router_and_one_layer_for_every_gpu(tmp_path: Path) -> None:
+    check(compile_all(tmp_path, "--few"))
 
 
 @needs_triton
 @pytest.mark.slow
-def test_every_router_and_every_kind_of_layer() -> None:
-    check(compile_all())
+def test_every_router_and_every_kind_of_layer(tmp_path: Path) -> None:
+    check(compile_all(tmp_path))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
