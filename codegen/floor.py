@@ -45,9 +45,30 @@ H200 = Machine(
     ),
 )
 
-MACHINES: dict[str, Machine] = {
-    H200.name: H200
-}  # "cpu" is measured where it runs: runtime.machine_probe
+
+def _by_data_sheet(
+    name: str, title: str, read_tb_per_s: float, half_tflops: float, fp32: float, fp64: float
+) -> Machine:
+    """A machine nobody has measured; speeds in TB/s and TFLOP/s, without sparsity."""
+    rates = {"bf16": half_tflops, "fp16": half_tflops, "fp32": fp32, "fp64": fp64}
+    return Machine(
+        name=name,
+        title=title,
+        weight_bytes_per_s=read_tb_per_s * 1e12,
+        weight_source=_DATASHEET,
+        rates=tuple(
+            Rate(dtype=dtype, flop_per_s=rate * 1e12, source=_DATASHEET)
+            for dtype, rate in rates.items()
+        ),
+    )
+
+
+A100 = _by_data_sheet("a100", "NVIDIA A100 80GB SXM", 2.039, 312, 19.5, 19.5)
+L40S = _by_data_sheet("l40s", "NVIDIA L40S", 0.864, 362, 91.6, 1.4)
+B200 = _by_data_sheet("b200", "NVIDIA B200", 8.0, 2250, 75, 37)
+
+# "cpu" is measured where it runs: runtime.machine_probe
+MACHINES: dict[str, Machine] = {machine.name: machine for machine in (H200, A100, L40S, B200)}
 
 
 def distinct_experts(num_experts: int, top_k: int, tokens: int, *, routing: str) -> float:

@@ -36,7 +36,13 @@ LEVELS = ("torch", "aten")
 DEVICES = (*floor.MACHINES, "cpu")
 SHAPES = ("dynamic", "static")
 # What targets are chosen for, by the name of the machine.
-PLACES = {"cpu": Device(type="cpu"), "h200": Device(type="cuda", capability=(9, 0), here=False)}
+PLACES = {
+    "cpu": Device(type="cpu"),
+    "h200": Device(type="cuda", capability=(9, 0), here=False),
+    "a100": Device(type="cuda", capability=(8, 0), here=False),
+    "l40s": Device(type="cuda", capability=(8, 9), here=False),
+    "b200": Device(type="cuda", capability=(10, 0), here=False),
+}
 
 _INDUCTOR = "inductor, as the model spells it"
 

@@ -332,6 +332,27 @@ def test_a_config_is_built_without_weights(tmp_path: Path) -> None:
     assert ("transformers" in dict(report.versions)) and report.capture_notes == ()
 
 
+@pytest.mark.parametrize(
+    ("device", "sm"), [("a100", "sm_80"), ("l40s", "sm_89"), ("b200", "sm_100")]
+)
+def test_other_gpus_get_the_triton_layer(tmp_path: Path, device: str, sm: str) -> None:
+    pytest.importorskip("transformers")
+    target = small_config(tmp_path, num_hidden_layers=2)
+    block = inspect_model(Request(target=target, tokens=(1,), device=device)).blocks[0]
+    assert block.target.startswith("triton (") and block.target.endswith(
+        ", router by a Triton kernel"
+    )
+    assert f"runs on compute capability 9.0; this is {sm}" in block.target
+    assert block.floors[0].floor_us > 0
+
+
+def test_every_device_has_a_machine_and_a_place() -> None:
+    from moe_compiler import inspection
+    from moe_compiler.cli.inspect import Device
+
+    assert set(inspection.DEVICES) == set(inspection.PLACES) == {entry.value for entry in Device}
+
+
 def test_the_eager_loop_is_made_traceable_and_says_so(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     target = small_config(

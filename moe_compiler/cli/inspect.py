@@ -37,6 +37,9 @@ class Device(str, enum.Enum):
     """The machine of the floors."""
 
     h200 = "h200"
+    a100 = "a100"
+    l40s = "l40s"
+    b200 = "b200"
     cpu = "cpu"
 
 
