@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.library import wrap_triton
 
 from moe_compiler.ir import (
     ActivationSpec,
@@ -26,6 +25,7 @@ from moe_compiler.ir import (
     WeightPosition,
 )
 from moe_compiler.reference import DTYPES
+from moe_compiler.runtime.triton_launch import launchable
 from moe_compiler.runtime.triton_router import at_least_one
 
 # Routes that a program of the sort takes at a time. No fewer than its threads: Triton 3.6 counts values
@@ -138,7 +138,7 @@ def _sort_at_once(ids: Tensor, found: _Routes, constants: dict[str, int], block_
     chunk = _MAX_CHUNK
     if isinstance(num_routes, int):
         chunk = min(_MAX_CHUNK, max(_MIN_CHUNK, 1 << (num_routes - 1).bit_length()))
-    wrap_triton(moeflex_align)[(constants["E"],)](
+    launchable(moeflex_align)[(constants["E"],)](
         ids,
         found.routes,
         *found.tiles,
@@ -164,10 +164,10 @@ def _sort_in_parts(ids: Tensor, found: _Routes, constants: dict[str, int], block
     # Blocks of one step of the plan: as many as fit into registers.
     blocks = max(1, 8192 // num_bins)
     grid = at_least_one(num_blocks)
-    wrap_triton(moeflex_count)[(grid,)](
+    launchable(moeflex_count)[(grid,)](
         ids, counts, num_routes, **constants, CHUNK=_MAX_CHUNK, num_warps=4
     )
-    wrap_triton(moeflex_plan)[(1,)](
+    launchable(moeflex_plan)[(1,)](
         counts,
         before,
         *found.tiles,
@@ -177,7 +177,7 @@ def _sort_in_parts(ids: Tensor, found: _Routes, constants: dict[str, int], block
         BLOCKS=blocks,
         num_warps=8,
     )
-    wrap_triton(moeflex_place)[(-(-constants["E"] // _EXPERTS_AT_ONCE), grid)](
+    launchable(moeflex_place)[(-(-constants["E"] // _EXPERTS_AT_ONCE), grid)](
         ids,
         before,
         found.routes,
@@ -216,7 +216,7 @@ def _gate_up(
     num_routes = routes.routes.shape[0]
     h = torch.empty((num_routes, spec.intermediate), dtype=x.dtype, device=x.device)
     num_n = -(-spec.intermediate // tile.block_n)
-    wrap_triton(moeflex_gate_up)[(at_least_one(routes.max_tiles * num_n),)](
+    launchable(moeflex_gate_up)[(at_least_one(routes.max_tiles * num_n),)](
         x,
         gate,
         up,
@@ -277,7 +277,7 @@ def _down(
     b2 = tensors["b2"].contiguous() if spec.has_b2 else h
     y = torch.empty((h.shape[0], spec.hidden), dtype=h.dtype, device=h.device)
     num_n = -(-spec.hidden // tile.block_n)
-    wrap_triton(moeflex_down)[(at_least_one(routes.max_tiles * num_n),)](
+    launchable(moeflex_down)[(at_least_one(routes.max_tiles * num_n),)](
         h,
         w2,
         b2,
@@ -300,7 +300,7 @@ def _combine(spec: ExpertSpec, y: Tensor, ids: Tensor, weights: Tensor, out: Ten
     num_tokens, top_k = ids.shape
     few = isinstance(num_tokens, int) and num_tokens <= 64
     block = 256 if few else 1024
-    wrap_triton(moeflex_combine)[(at_least_one(num_tokens), -(-spec.hidden // block))](
+    launchable(moeflex_combine)[(at_least_one(num_tokens), -(-spec.hidden // block))](
         y,
         ids,
         weights,

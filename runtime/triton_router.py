@@ -30,6 +30,7 @@ from torch import Tensor
 from moe_compiler.errors import UnsupportedError
 from moe_compiler.ir import GroupScore, RouterSpec, Score
 from moe_compiler.reference import DTYPES
+from moe_compiler.runtime.triton_launch import launchable
 
 MAX_EXPERTS = 512
 MAX_TOP_K = 32
@@ -99,8 +100,6 @@ def route(
     reason = unsupported(spec, logits.dtype, bias.dtype if bias is not None else None)
     if reason or (spec.has_bias and bias is None):
         raise UnsupportedError(reason or "this router needs its selection bias [E]; got none")
-    from torch.library import wrap_triton
-
     from moe_compiler.runtime.triton_router_kernel import moeflex_route
 
     num_tokens, dtype = logits.shape[0], score_dtype(spec, logits.dtype)
@@ -110,7 +109,7 @@ def route(
         return ids, weights
     constants = _constants(spec)
     wide = bias is not None and torch.promote_types(dtype, bias.dtype) is torch.float32
-    wrap_triton(moeflex_route)[(at_least_one(num_tokens),)](
+    launchable(moeflex_route)[(at_least_one(num_tokens),)](
         logits,
         # A pointer that is not read where there is no bias, or no counts.
         bias.contiguous() if bias is not None else logits,

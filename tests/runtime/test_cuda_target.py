@@ -142,7 +142,7 @@ def test_kernels_are_built_for_the_dtypes_that_the_graph_has(placeable, style, a
         seen.append(placed)
 
     block = styles.build(style, dtype=torch.bfloat16)
-    with torch.no_grad():
+    with torch.no_grad(), op.plain_torch():
         graphs.capture(block, styles.rows(dtype=torch.bfloat16), edit=edit)
     assert len(seen) == 1
 
