@@ -186,8 +186,9 @@ _PLAIN_FORWARD = {"CPU": _plain_forward, "CUDA": _plain_cuda_forward}
 
 
 def _register_plain(key: str) -> None:
-    _plain_kernels[key] = _registry.Library(_NAMESPACE, "IMPL", key)
-    _plain_kernels[key].impl("moe_layer", _PLAIN_FORWARD[key])
+    library = _registry.Library(_NAMESPACE, "IMPL", key)
+    library.impl("moe_layer", _PLAIN_FORWARD[key])
+    _plain_kernels[key] = library
 
 
 def use_plain(key: str) -> None:

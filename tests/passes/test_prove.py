@@ -18,7 +18,6 @@ from moe_compiler.ir import MoEPlan, RouterSpec, Score
 from moe_compiler.passes import prove
 from moe_compiler.passes.match_moe import MatchResult, find_regions
 from moe_compiler.passes.replace import ReplaceError, replace_region
-from moe_compiler.runtime import op
 from tests.models import styles
 from tests.passes import graphs
 from tests.passes.test_match_moe import Small
@@ -28,7 +27,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(autouse=True)
 def _nothing_is_proven() -> Iterator[None]:
-    op.use_plain("CPU")
     prove.clear_proofs()
     yield
     prove.clear_proofs()

@@ -6,15 +6,9 @@ import pytest
 import torch
 from torch import fx, nn
 
-from moe_compiler.runtime import op
 from tests.models import styles
 from tests.passes import graphs
 from tests.passes.test_match_moe import Small
-
-
-@pytest.fixture(autouse=True)
-def _plain_op() -> None:
-    op.use_plain("CPU")
 
 
 def ops(gm: fx.GraphModule) -> list[str]:
