@@ -150,3 +150,10 @@ def test_layouts_that_cannot_be_read_are_refused(launched: Run):
     for reason, experts in views(case):
         (line,) = [words for words in launched(case, 3, False, experts) if words[0] != "map"]
         assert reason in " ".join(line), line
+
+
+def test_counters_belong_to_a_stream_or_to_a_capture(compile_cpp: Callable[..., Path]) -> None:
+    source = SOURCE.with_name("counters_test.cpp")
+    program = compile_cpp(source, "-Wall", "-Wextra", "-Werror", "-fsanitize=undefined")
+    done = subprocess.run([program], capture_output=True, text=True, check=False)
+    assert done.stdout == "ok\n", done.stdout + done.stderr
