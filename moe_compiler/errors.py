@@ -40,3 +40,15 @@ class InspectError(MoeflexError):
 
 class UnsupportedError(MoeflexError, NotImplementedError):
     """What was asked for is valid, and this version does not do it."""
+
+
+class ArenaError(MoeflexError):
+    """A rank's arena is planned wrongly, too small, or asked for a slot that it lacks."""
+
+
+class LayoutError(MoeflexError):
+    """A layout was asked for that the compiled model does not have, or cannot have."""
+
+
+class SwitchError(MoeflexError):
+    """A switch between layouts failed; the message says whether the old layout still serves."""
