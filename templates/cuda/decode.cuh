@@ -470,11 +470,9 @@ struct Decode {
 
     MOEFLEX_DEVICE void restore_control() {
         __syncthreads();
-        if (threadIdx.x == 0)
-            shared.last_block =
-                fetch_add_acq_rel(work.blocks_done, 1) == static_cast<int>(gridDim.x) - 1;
-        __syncthreads();
-        if (!shared.last_block) return;
+        bool last = threadIdx.x == 0 &&
+                    fetch_add_acq_rel(work.blocks_done, 1) == static_cast<int>(gridDim.x) - 1;
+        if (!__syncthreads_or(last)) return;
         for (int i = threadIdx.x; i < 96 + shared.num_tiles; i += S::kNumThreads)
             args.control[i] = 0;
     }

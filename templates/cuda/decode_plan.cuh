@@ -32,7 +32,7 @@ struct DecodeShared {
     Mbarrier full[C::kStages], empty[C::kStages];
     Mbarrier unit_full[S::kUnitRing], unit_empty[S::kUnitRing];
     int unit[S::kUnitRing];
-    int num_tiles, last_block;
+    int num_tiles;
     u16 routes[S::kMaxRoutes];  // routes by expert, stable
     u16 tile_expert[S::kMaxTiles], tile_first[S::kMaxTiles], tile_rows[S::kMaxTiles];
     u8 num_valid[S::kMaxRoutes];  // valid routes of a token

@@ -33,7 +33,6 @@ struct PrefillShared {
     Mbarrier tile_full[S::kTileRing], tile_empty[S::kTileRing];
     ClaimedTile tile[S::kTileRing];
     int num_row_tiles;
-    int last_block;
 };
 
 template <class C>
@@ -272,15 +271,22 @@ struct Prefill {
         if (thread == 0) shared.empty[previous].arrive();
     }
 
-    // A warpgroup without rows in this tile frees the stages.
-    MOEFLEX_DEVICE void skip_tile(int num_steps, int thread) {
-        for (int k = 0; k < num_steps; ++k) {
-            shared.full[stage.index].wait(stage.parity);
-            if (k == 1) publish(thread);
-            if (thread == 0) shared.empty[stage.index].arrive();
-            stage.advance();
+    // A warpgroup without rows in this tile frees the stages. One thread sees them all full, and the
+    // others wait for it: a warp that fell a ring behind would take a later phase of a barrier for
+    // its own, one that ran ahead an older phase.
+    MOEFLEX_DEVICE void skip_tile(int num_steps, int warpgroup, int thread) {
+        if (thread == 0) {
+            auto seen = stage;
+            for (int k = 0; k < num_steps; ++k) {
+                shared.full[seen.index].wait(seen.parity);
+                if (k == 1) publish(thread);
+                shared.empty[seen.index].arrive();
+                seen.advance();
+            }
+            publish(thread);
         }
-        publish(thread);
+        named_barrier(1 + warpgroup, 128);
+        stage.advance(num_steps);
     }
 
     // 64 rows x 128 columns of this warpgroup: packed pairs -> swizzled shared memory -> two bulk
@@ -354,7 +360,7 @@ struct Prefill {
             // it.
             if (!shared.full[stage.index].test(stage.parity)) publish(thread);
             if (warpgroup == 1 && tile.rows <= 64) {
-                skip_tile(num_steps, thread);
+                skip_tile(num_steps, warpgroup, thread);
                 continue;
             }
             float d[128];
@@ -448,11 +454,9 @@ struct Prefill {
     // The last block leaves all counters at zero for the next launch.
     MOEFLEX_DEVICE void restore_control() {
         __syncthreads();
-        if (threadIdx.x == 0)
-            shared.last_block =
-                fetch_add_acq_rel(work.blocks_done(), 1) == static_cast<int>(gridDim.x) - 1;
-        __syncthreads();
-        if (!shared.last_block) return;
+        bool last = threadIdx.x == 0 &&
+                    fetch_add_acq_rel(work.blocks_done(), 1) == static_cast<int>(gridDim.x) - 1;
+        if (!__syncthreads_or(last)) return;
         for (int i = threadIdx.x; i < work.num_counters(C::kSlices); i += S::kNumThreads)
             args.control[i] = 0;
     }
