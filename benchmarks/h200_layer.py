@@ -31,6 +31,7 @@ from torch import Tensor
 
 from benchmarks import h200_peers, results_io
 from moe_compiler.codegen.cuda import CudaConfig, choose_config, render
+from moe_compiler.codegen.cuda import Kernel as KernelKind
 from moe_compiler.ir import (
     ActivationKind,
     ActivationSpec,
@@ -144,7 +145,7 @@ def time_interleaved(
         for name in order:
             graph = graphs[name]
             torch.cuda.synchronize()
-            time.sleep(0.02)
+            time.sleep(0.01)
             graph.replay()
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
@@ -165,10 +166,13 @@ def load(config: CudaConfig, plan: MoEPlan, experts: list[Tensor], num_tokens: i
 
 
 def parse_variant(text: str) -> dict[str, Any]:
-    """`stagger=True,num_stages=4` -> fields of CudaConfig."""
-    return {
+    """`kernel='decode',num_stages=4` -> fields of CudaConfig."""
+    fields = {
         key: ast.literal_eval(value) for key, value in (pair.split("=") for pair in text.split(","))
     }
+    if "kernel" in fields:
+        fields["kernel"] = KernelKind(fields["kernel"])
+    return fields
 
 
 def measure(
@@ -211,7 +215,10 @@ def measure(
             print(f"  {name}: {type(error).__name__}: {str(error)[:150]}", flush=True)
 
     for variant in variants:
-        fields = parse_variant(variant)
+        wanted, _, text = variant.rpartition(":")
+        if wanted and str(num_tokens) not in wanted.split("/"):
+            continue
+        fields = parse_variant(text)
         try:
             other = load(dataclasses.replace(config, **fields), plan, experts, num_tokens)
         except Exception as error:
@@ -235,7 +242,9 @@ def measure(
                 [h200_peers.batched_matmul(sets[0][0], *experts, num_tokens * model.top_k)],
                 None,
             )
-    timed = time_interleaved(graphs, num_sets, rounds=7)
+    if peers and not any(name == "grouped_graph" or "triton" in name for name in graphs):
+        raise RuntimeError(f"{model} T={num_tokens}: our result differs from that of every peer")
+    timed = time_interleaved(graphs, num_sets, rounds=5)
     if "matmul" in graphs:
         timed["times"]["matmul"] = [value * num_sets for value in timed["times"]["matmul"]]
     return summarise(model, num_tokens, routing, config.name, [entry[3] for entry in sets], timed)
@@ -348,9 +357,12 @@ def main() -> None:
     parser.add_argument("--no-write", action="store_true")
     parser.add_argument("--public", default="", help="CSV of published times")
     parser.add_argument("--limit", type=int, default=150, help="seconds a model may take")
+    parser.add_argument("--deadline", type=int, default=3600, help="seconds all of it may take")
     parser.add_argument("--commit", default="", help="commit, where git is not there to ask")
     parser.add_argument(
-        "--variants", default="", help="other configs to time too: `stagger=True;num_stages=3`"
+        "--variants",
+        default="",
+        help="other configs to time too, at some T: `512/2048:num_stages=3;num_slices=1`",
     )
     parser.add_argument("--child", default="")
     options = parser.parse_args()
@@ -361,8 +373,12 @@ def main() -> None:
             options.child, tokens, options.routings.split(","), not options.no_peers, variants
         )
         return
-    public, rows = public_times(options.public), []
+    public, rows, begin = public_times(options.public), [], time.monotonic()
     for name in options.models.split(","):
+        left = int(begin + options.deadline - time.monotonic())
+        if left <= 0:
+            print(f"{name}: left out, {options.deadline} s are over", flush=True)
+            continue
         command = [
             sys.executable,
             "-m",
@@ -374,7 +390,7 @@ def main() -> None:
         ]
         command += ["--routings", options.routings, "--variants", options.variants]
         command += ["--no-peers"] if options.no_peers else []
-        for line in stream(command, options.limit):
+        for line in stream(command, min(options.limit, left)):
             if not line.startswith("ROW "):
                 print(line, flush=True)
                 continue

@@ -30,10 +30,13 @@ MAX_TOP_K = 32
 MAX_DECODE_ROUTES = 4096
 # More rows an expert than this on average, and the prefill kernel's wide tiles win.
 MAX_DECODE_ROWS_PER_EXPERT = 40.0
-# From this many rows an expert on, summing one half of the columns beside the products of the
-# other pays for reading the activations twice (H200, Qwen3-30B: -3 % at 512 rows an expert, +2 %
-# at 128).
+# Summing one half of the columns beside the products of the other pays for reading the activations
+# twice where experts have many rows and the rows of the down projection do not fit into L2 (H200,
+# two slices against one: Qwen3-30B at T=8192, 268 MB of rows, -3.5 %; Phi-3.5 at 8192, 134 MB,
+# -1.2 %; the I=192 shard at 4096, 268 MB, -2.1 %; Phi-3.5 at 2048, 33 MB, +3.0 %; Qwen3-30B at
+# 2048, 128 rows an expert, +1.7 %).
 MIN_ROWS_TO_SLICE = 256.0
+MIN_BYTES_TO_SLICE = 100e6
 
 
 class Kernel(Name):
@@ -165,6 +168,15 @@ def _decode_tile(num_routes: int, num_experts: int) -> tuple[int, int, int]:
     return 64, 2, 4
 
 
+def _num_slices(experts: ExpertSpec, num_routes: int) -> int:
+    """Column slices of the down projection of a prefill kernel."""
+    # Two multiply loops (mixed orientations) leave no registers for warps that sum beside them.
+    if experts.w13_orientation is not experts.w2_orientation:
+        return 1
+    many_rows = num_routes / experts.num_experts >= MIN_ROWS_TO_SLICE
+    return 2 if many_rows and 2 * num_routes * experts.hidden >= MIN_BYTES_TO_SLICE else 1
+
+
 def choose_config(
     plan: MoEPlan,
     tokens: int,
@@ -211,13 +223,11 @@ def choose_config(
         if num_routes > int(str(tile["max_routes"])):
             tile.update(num_tokens_per_tile=32, num_slabs=2, num_stages=5, max_routes=4096)
     else:
-        # Two multiply loops (mixed orientations) leave no registers for warps that sum beside them.
-        mixed = w13_mn_major != (experts.w2_orientation is Orientation.IN_OUT)
         tile = {
             "kernel": Kernel.PREFILL,
             "num_stages": 4,
             "block_k": 64,
-            "num_slices": 2 if rows >= MIN_ROWS_TO_SLICE and not mixed else 1,
+            "num_slices": _num_slices(experts, num_routes),
         }
     return CudaConfig(
         dtype=dtype,

@@ -60,6 +60,24 @@ def test_decode_tile_grows_with_the_rows_of_an_expert() -> None:
     assert widths == [8, 8, 16, 32, 64]
 
 
+@pytest.mark.parametrize(
+    ("shape", "tokens", "num_slices"),
+    [
+        ((128, 8, 2048, 768), 8192, 2),
+        ((128, 8, 2048, 768), 2048, 1),  # few rows an expert
+        ((16, 2, 4096, 6400), 8192, 2),
+        ((16, 2, 4096, 6400), 2048, 1),  # rows of the down projection fit into L2
+        ((128, 8, 4096, 192), 4096, 2),
+    ],
+)
+def test_slices_are_those_that_measured_faster(
+    shape: tuple[int, int, int, int], tokens: int, num_slices: int
+) -> None:
+    assert choose_config(make_plan(*shape), tokens, "bf16").num_slices == num_slices
+    mixed = with_experts(make_plan(*shape), w13_orientation=Orientation.IN_OUT)
+    assert choose_config(mixed, tokens, "bf16").num_slices == 1
+
+
 @pytest.mark.parametrize("num_experts", [8, 16, 64, 128, 512])
 @pytest.mark.parametrize("top_k", [1, 2, 8])
 def test_decode_tables_hold_every_launch_they_are_chosen_for(num_experts: int, top_k: int) -> None:
