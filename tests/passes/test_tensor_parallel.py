@@ -1,0 +1,267 @@
+"""One rank's tensor-parallel graph, run by ranks over gloo and compared with the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from moe_compiler.arena import plan_arena
+from moe_compiler.expert_blocks import Layout
+from moe_compiler.ir import MoEPlan, RouterSpec, Score
+from moe_compiler.passes.match_moe import find_regions
+from moe_compiler.passes.nodes import find_parameters
+from moe_compiler.passes.replace import replace_region
+from moe_compiler.passes.tensor_parallel import (
+    ShardError,
+    TensorParallelGraph,
+    shard_graph,
+    sliced,
+)
+from moe_compiler.reference import expert_tensors
+from moe_compiler.runtime import op
+from moe_compiler.runtime.arena_views import Arena, write_expert
+from tests.passes.graphs import capture
+from tests.runtime.ranks import run_ranks
+
+H = 32
+
+
+class Experts(nn.Module):
+    def __init__(self, width: int = 8, num_experts: int = 8) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.randn(num_experts, H) * 0.3)
+        self.w13 = nn.Parameter(torch.randn(num_experts, 2 * width, H) * 0.2)
+        self.w2 = nn.Parameter(torch.randn(num_experts, H, width) * 0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = F.linear(x, self.gate).softmax(-1).topk(2)
+        g, u = torch.einsum("th,tkih->tki", x, self.w13[ids]).chunk(2, -1)
+        y = torch.einsum("tki,tkhi->tkh", F.silu(g) * u, self.w2[ids])
+        return (y * weights.unsqueeze(-1)).sum(1)
+
+
+class Layer(nn.Module):
+    """Grouped-query attention in front of a mixture of experts."""
+
+    def __init__(
+        self, q: int = 8, kv: int = 2, *, repeat: bool = False, bias: bool = False, width: int = 8
+    ) -> None:
+        super().__init__()
+        self.q, self.kv, self.d, self.repeat = q, kv, 4, repeat
+        self.wq = nn.Linear(H, q * 4, bias=bias)
+        self.wk = nn.Linear(H, kv * 4, bias=bias)
+        self.wv = nn.Linear(H, kv * 4, bias=bias)
+        self.wo = nn.Linear(q * 4, H, bias=bias)
+        self.norm = nn.RMSNorm(4)
+        self.moe = Experts(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q = self.norm(self.wq(x).view(batch, length, self.q, self.d)).transpose(1, 2)
+        k = self.norm(self.wk(x).view(batch, length, self.kv, self.d)).transpose(1, 2)
+        v = self.wv(x).view(batch, length, self.kv, self.d).transpose(1, 2)
+        if self.repeat:
+            times = self.q // self.kv
+            shape = (batch, self.kv, times, length, self.d)
+            k = k[:, :, None].expand(shape).reshape(batch, self.q, length, self.d)
+            v = v[:, :, None].expand(shape).reshape(batch, self.q, length, self.d)
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=not self.repeat)
+        x = x + self.wo(a.transpose(1, 2).reshape(batch, length, -1))
+        return x + self.moe(x.reshape(-1, H)).view_as(x)
+
+
+class Qwen3(nn.Module):
+    """A Qwen3-MoE of transformers with two layers."""
+
+    def __init__(self, kv: int = 2) -> None:
+        super().__init__()
+        transformers = pytest.importorskip("transformers")
+        config = transformers.Qwen3MoeConfig(
+            vocab_size=64,
+            hidden_size=H,
+            moe_intermediate_size=16,
+            num_experts=8,
+            num_experts_per_tok=2,
+            norm_topk_prob=True,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=kv,
+            head_dim=8,
+            max_position_embeddings=64,
+        )
+        self.model = transformers.Qwen3MoeForCausalLM(config).eval()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.model(ids, use_cache=False).logits
+
+
+def with_ops(model: nn.Module, x: Tensor) -> tuple[fx.GraphModule, list[Any], set[str]]:
+    """The graph of a call with its MoE blocks as ops, the real inputs, and the names of its weights."""
+
+    def edit(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+        names.update(n.name for n in find_parameters(gm, example_inputs))
+        real.extend(n.meta["grapharg"].example for n in gm.graph.nodes if n.op == "placeholder")
+        found = find_regions(gm, example_inputs)
+        assert found.matches, found.refused
+        for block in found.matches:
+            router = RouterSpec(
+                score=Score.EXTERNAL,
+                top_k=block.region.top_k,
+                num_experts=block.region.experts.num_experts,
+            )
+            plan = MoEPlan(router=router, experts=block.region.experts)
+            replace_region(gm, block, plan, flow=found.flow)
+        gm.recompile()
+
+    names: set[str] = set()
+    real: list[Any] = []
+    with torch.no_grad():
+        graphs, _ = capture(model, x, edit=edit)
+    assert len(graphs) == 1
+    return graphs[0][0], real, names
+
+
+def sum_over_ranks(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    begun = graph.call_function(torch.ops._c10d_functional.all_reduce.default, (node, "sum", "0"))
+    begun.meta = dict(node.meta)
+    with graph.inserting_after(begun):
+        return graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (begun,))
+
+
+def cut(gm: fx.GraphModule, names: set[str], num_ranks: int, rank: int = 0) -> TensorParallelGraph:
+    return shard_graph(
+        gm, num_ranks=num_ranks, rank=rank, all_reduce=sum_over_ranks, parameters=names
+    )
+
+
+def run_rank(
+    rank: int, num_ranks: int, folder: Path, gm: fx.GraphModule, real: list[Any], names: set[str]
+) -> Tensor:
+    assert dist.group.WORLD is not None
+    assert dist.group.WORLD.group_name == "0"
+    graph = cut(gm, names, num_ranks, rank)
+    inputs = dict(zip((n.name for n in gm.graph.nodes if n.op == "placeholder"), real, strict=True))
+    plan = plan_arena(
+        num_ranks=num_ranks, layouts=(Layout.TP,), experts=[layer.blocks for layer in graph.layers]
+    )
+    arena = Arena(plan, torch.zeros(plan.num_bytes, dtype=torch.uint8))
+    with torch.no_grad(), op.plain_torch():
+        for index, layer in enumerate(graph.layers):
+            spec = layer.plan.experts
+            full = [inputs.pop(name) for name in layer.sources]
+            for expert in range(spec.num_experts):
+                tensors = expert_tensors(spec, full, expert)
+                write_expert(arena, Layout.TP, index, rank, expert, spec, tensors)
+            views = arena.experts(Layout.TP, index)
+            inputs.update(zip(layer.placeholders, views, strict=True))
+        local = sliced(inputs, graph)
+        order = [n.name for n in graph.gm.graph.nodes if n.op == "placeholder"]
+        return graph.gm(*(local[name] for name in order))[0]
+
+
+MODELS = {
+    "gqa": (lambda: Layer(), 2),
+    "gqa with biases": (lambda: Layer(bias=True), 2),
+    "repeated heads": (lambda: Layer(repeat=True), 2),
+    "one kv head": (lambda: Layer(kv=1), 2),
+    "one kv head, one token": (lambda: Layer(kv=1, repeat=True), 2),
+    "kv heads fewer than ranks": (lambda: Layer(), 4),
+    "repeated kv heads fewer than ranks": (lambda: Layer(repeat=True, bias=True), 4),
+    "qwen3": (Qwen3, 2),
+    "qwen3, kv heads fewer than ranks": (Qwen3, 4),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_ranks_compute_what_the_model_computes(tmp_path: Path, name: str) -> None:
+    build, num_ranks = MODELS[name]
+    model = build()
+    x = torch.randint(0, 64, (2, 5)) if isinstance(model, Qwen3) else torch.randn(2, 5, H)
+    x = x[:1, :1] if "one token" in name else x
+    with torch.no_grad():
+        expected = model(x)
+    gm, real, names = with_ops(model, x)
+    ranks = run_ranks(run_rank, num_ranks, tmp_path, gm, real, names)
+    for found in ranks:
+        assert torch.equal(found, ranks[0])
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_source_graph_stays_and_every_cut_weight_is_a_slice() -> None:
+    gm, _, names = with_ops(Layer(), torch.randn(2, 5, H))
+    before = gm.code
+    graph = cut(gm, names, 4, rank=3)
+    assert gm.code == before
+    pieces = {s.placeholder.split("_modules_")[1].split("_")[0]: s for s in graph.slices}
+    assert {name: (s.axis, s.start, s.length) for name, s in pieces.items()} == {
+        "wq": (0, 24, 8),
+        "wk": (0, 4, 4),
+        "wv": (0, 4, 4),
+        "wo": (1, 24, 8),
+    }
+    assert graph.layers[0].blocks.width == 2
+
+
+class Fused(Layer):
+    def __init__(self) -> None:
+        super().__init__(kv=8)
+        self.wqkv = nn.Linear(H, 3 * H, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q, k, v = (t.view(batch, length, 8, 4).transpose(1, 2) for t in self.wqkv(x).chunk(3, -1))
+        a = F.scaled_dot_product_attention(q, k, v)
+        x = x + self.wo(a.transpose(1, 2).reshape(batch, length, -1))
+        return x + self.moe(x.reshape(-1, H)).view_as(x)
+
+
+class MixesHeads(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q, k, v = (
+            w(x).view(batch, length, 8, 4).transpose(1, 2) for w in (self.wq, self.wk, self.wv)
+        )
+        a = F.scaled_dot_product_attention(q.softmax(1), k, v)
+        x = x + self.wo(a.transpose(1, 2).reshape(batch, length, -1))
+        return x + self.moe(x.reshape(-1, H)).view_as(x)
+
+
+class ScalesHeads(Layer):
+    """A parameter with a value for every head is whole where the heads are cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(8, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q = self.wq(x).view(batch, length, 8, 4).transpose(1, 2) * self.scale
+        k, v = (w(x).view(batch, length, 2, 4).transpose(1, 2) for w in (self.wk, self.wv))
+        a = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        x = x + self.wo(a.transpose(1, 2).reshape(batch, length, -1))
+        return x + self.moe(x.reshape(-1, H)).view_as(x)
+
+
+REFUSED = {
+    "heads that the ranks do not divide": (lambda: Layer(q=6, kv=6), 4, "6 heads"),
+    "kv heads that no groups of ranks hold": (lambda: Layer(q=12, kv=4), 6, "4 heads"),
+    "an expert width that the ranks do not divide": (lambda: Layer(width=9), 2, "I = 9"),
+    "one fused projection": (Fused, 2, "one fused linear"),
+    "a softmax over the heads": (lambda: MixesHeads(kv=8), 2, "along the axis that is cut"),
+    "a value for every head": (ScalesHeads, 2, "with the whole"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_cut_says_why(name: str) -> None:
+    build, num_ranks, reason = REFUSED[name]
+    gm, _, names = with_ops(build(), torch.randn(2, 5, H))
+    with pytest.raises(ShardError, match=reason):
+        cut(gm, names, num_ranks)
