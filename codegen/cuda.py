@@ -40,9 +40,10 @@ MIN_BYTES_TO_SLICE = 100e6
 
 
 class Kernel(Name):
-    """Which of the two kernels."""
+    """Which of the kernels."""
 
     PREFILL = "prefill"
+    WIDE = "wide"
     DECODE = "decode"
 
 
@@ -51,7 +52,8 @@ class CudaConfig:
     """All compile-time choices of one layer kernel.
 
     Attributes:
-        kernel: prefill (tokens are the M operand) or decode (weights are).
+        kernel: prefill (many tokens, which are the M operand), decode (few; weights are), or wide
+            (many; weights are: see `wide_config`).
         dtype: of x and of the expert tensors, "bf16" | "fp16".
         out_dtype: of the result, "bf16" | "fp16" | "fp32".
         weight_dtype: of the combine weights, "bf16" | "fp16" | "fp32".
@@ -63,12 +65,13 @@ class CudaConfig:
         activation: the activation.
         weight_position: where the combine weight enters.
         num_stages: depth of the shared-memory ring.
-        num_tokens_per_tile: decode only: N of the matrix product, 8 | 16 | 32 | 64; 0 for prefill.
-        num_slabs: decode only: 64-row slabs of weights a unit; 0 for prefill.
+        num_tokens_per_tile: decode: N of the matrix product, 8 | 16 | 32 | 64; wide: the largest
+            N, 144; 0 for prefill.
+        num_slabs: 64-row slabs of weights a unit; 4 for wide, 0 for prefill.
         block_k: contraction elements a stage.
         max_routes: decode only: largest T * K that a launch may have; 0 for prefill (no limit).
-        num_slices: prefill only: the down projection runs in this many slices of columns; 0 for
-            decode.
+        num_slices: prefill and wide: the down projection runs in this many slices of columns; 0
+            for decode.
         watchdog: waits give up after two seconds and leave a diagnostic (for tests; slower).
     """
 
@@ -108,7 +111,7 @@ class CudaConfig:
         """Short name for people and for the build cache."""
         tile = (
             f"n{self.num_tokens_per_tile}x{self.num_slabs}"
-            if self.kernel is Kernel.DECODE
+            if self.kernel is not Kernel.PREFILL
             else "128x256"
         )
         major = ("m" if self.w13_mn_major else "k") + ("m" if self.w2_mn_major else "k")
@@ -117,7 +120,7 @@ class CudaConfig:
     @property
     def num_threads(self) -> int:
         """Threads of a block."""
-        return 384 if self.kernel is Kernel.PREFILL else 352
+        return 352 if self.kernel is Kernel.DECODE else 384
 
     @property
     def block_m(self) -> int:
@@ -127,7 +130,7 @@ class CudaConfig:
     @property
     def max_tiles(self) -> int:
         """Decode only: entries of the tile table."""
-        if self.kernel is Kernel.PREFILL:
+        if self.kernel is not Kernel.DECODE:
             return 0
         return self.max_routes // self.num_tokens_per_tile + min(MAX_EXPERTS, self.max_routes)
 
@@ -247,6 +250,16 @@ def choose_config(
     )
 
 
+def wide_config(config: CudaConfig) -> CudaConfig:
+    """The wide kernel for the layer of a prefill config: rows of an expert are cut evenly, in steps of 8.
+
+    A candidate: `choose_config` does not choose it before it has been measured against prefill.
+    """
+    return dataclasses.replace(
+        config, kernel=Kernel.WIDE, num_tokens_per_tile=144, num_slabs=4, num_stages=4
+    )
+
+
 _ELEMENT = {"bf16": "Bf16", "fp16": "Fp16", "fp32": "Fp32"}
 _INDEX = {"int64": "long long", "int32": "int"}
 _ACTIVATION = {
@@ -300,21 +313,23 @@ def _members(config: CudaConfig) -> dict[str, str]:
         "int kStages": str(config.num_stages),
         "int kBlockK": str(config.block_k),
     }
-    if config.kernel is Kernel.DECODE:
+    if config.kernel is not Kernel.PREFILL:
         members["int kTokens"] = str(config.num_tokens_per_tile)
+    if config.kernel is Kernel.DECODE:
         members["int kSlabs"] = str(config.num_slabs)
         members["int kMaxRoutes"] = str(config.max_routes)
-    else:
-        members["int kSlices"] = str(config.num_slices)
-        # 72 + 2 * 216 = 56 + 2 * 224 = 504 = 3 * 168 registers at entry: setmaxnreg can hand out
-        # no more.
-        members["int kLoadRegisters"] = "72" if config.num_slices > 1 else "56"
-        members["int kMathRegisters"] = "216" if config.num_slices > 1 else "224"
+        return members
+    # The three warpgroups have 3 * 168 registers a thread at entry: setmaxnreg can hand out no more.
+    load = 88 if config.kernel is Kernel.WIDE else 72 if config.num_slices > 1 else 56
+    members["int kSlices"] = str(config.num_slices)
+    members["int kLoadRegisters"] = str(load)
+    members["int kMathRegisters"] = str((3 * 168 - load) // 2)
     return members
 
 
 _MAPS = {
     Kernel.PREFILL: ("gate", "up", "down", "h", "h_store", "y_store"),
+    Kernel.WIDE: ("gate", "up", "down", "h", "y"),
     Kernel.DECODE: ("gate", "up", "down"),
 }
 
@@ -344,6 +359,6 @@ def render(config: CudaConfig, template: str) -> str:
         num_threads=config.num_threads,
         entry=config.entry,
         parameters=", ".join([*parameters, "const __grid_constant__ moeflex::LayerArgs args"]),
-        kernel="Prefill" if config.kernel is Kernel.PREFILL else "Decode",
+        kernel=config.kernel.capitalize(),
         arguments=", ".join(f"&{name}" for name in maps),
     )

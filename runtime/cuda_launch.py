@@ -33,6 +33,7 @@ _TORCH_DTYPES = {
     "int32": torch.int32,
 }
 _ALIGNMENT_BYTES = 1024
+ROW_TILE_ALIGNMENT = 32  # kRowTileAlignment of templates/scheduler.h
 
 
 class KernelConfig(Protocol):
@@ -56,6 +57,10 @@ class KernelConfig(Protocol):
     def num_threads(self) -> int: ...  # noqa: D102
     @property
     def block_m(self) -> int: ...  # noqa: D102
+    @property
+    def num_tokens_per_tile(self) -> int: ...  # noqa: D102
+    @property
+    def block_k(self) -> int: ...  # noqa: D102
     @property
     def num_slabs(self) -> int: ...  # noqa: D102
     @property
@@ -139,6 +144,11 @@ def plan_workspace(config: KernelConfig, plan: MoEPlan, num_tokens: int) -> Work
         num_rows = num_tiles * config.block_m
         control = 128 + experts.num_experts + (1 + config.num_slices) * num_tiles
         routes = num_routes + experts.num_experts + 1 + 2 * num_tiles + 2 * num_rows
+    elif config.kernel == "wide":
+        num_tiles = num_routes // config.num_tokens_per_tile + min(experts.num_experts, num_routes)
+        num_rows = num_routes + num_tiles * ROW_TILE_ALIGNMENT
+        control = 128 + experts.num_experts + (1 + config.num_slices) * num_tiles
+        routes = 2 * num_routes + 2 * num_rows
     else:
         num_rows = num_routes
         control = 96 + config.max_tiles
@@ -222,11 +232,11 @@ class CudaLayer:
         )
         self._args.up_first = int(up_first)
         self._bind_biases(tensors)
-        maps = (
-            self._prefill_maps(gate, up, down)
-            if config.kernel == "prefill"
-            else self._decode_maps(gate, up, down)
-        )
+        maps = {
+            "prefill": self._prefill_maps,
+            "wide": self._wide_maps,
+            "decode": self._weight_maps,
+        }[config.kernel](gate, up, down)
         self._maps = maps
         pointers = [tensor_map.address for tensor_map in maps] + [ctypes.addressof(self._args)]
         self._arguments = (ctypes.c_void_p * len(pointers))(*pointers)
@@ -291,15 +301,30 @@ class CudaLayer:
             plain(y, spec.hidden, 64),
         ]
 
-    def _decode_maps(self, gate: Matrix, up: Matrix | None, down: Matrix) -> list[TensorMap]:
+    def _wide_maps(self, gate: Matrix, up: Matrix | None, down: Matrix) -> list[TensorMap]:
+        spec, dtype, rows = self.plan.experts, self.config.dtype, self.workspace.num_rows
+        box = (64, ROW_TILE_ALIGNMENT)
+        return [
+            *self._weight_maps(gate, up, down),
+            *(
+                TensorMap(address, dtype, (width, rows), (2 * width,), box)
+                for address, width in (
+                    (self._args.h, spec.intermediate),
+                    (self._args.y, spec.hidden),
+                )
+            ),
+        ]
+
+    def _weight_maps(self, gate: Matrix, up: Matrix | None, down: Matrix) -> list[TensorMap]:
+        """Gate, up and down as M operands of `64 * num_slabs` rows."""
         config = self.config
-        dtype, unit_rows = config.dtype, 64 * config.num_slabs
+        dtype, unit_rows, block_k = config.dtype, 64 * config.num_slabs, config.block_k
         if up is not None and not config.w13_mn_major:
             slabs = slab_map(gate, up, dtype, config.num_slabs)
             first = [slabs, slabs]
         else:
-            first = [matrix.tensor_map(dtype, unit_rows, 128) for matrix in (gate, up or gate)]
-        return [*first, down.tensor_map(dtype, unit_rows, 128)]
+            first = [matrix.tensor_map(dtype, unit_rows, block_k) for matrix in (gate, up or gate)]
+        return [*first, down.tensor_map(dtype, unit_rows, block_k)]
 
     def __call__(
         self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor | None = None
@@ -339,7 +364,7 @@ class CudaLayer:
             self.config.num_threads,
             self._arguments,
             stream,
-            self.config.kernel == "prefill",
+            self.config.kernel != "decode",
         )
         return out
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_compiler import reference
-from moe_compiler.codegen.cuda import CudaConfig, choose_config, render
+from moe_compiler.codegen.cuda import CudaConfig, choose_config, render, wide_config
 from moe_compiler.ir import (
     ActivationKind,
     ActivationSpec,
@@ -162,18 +162,21 @@ def poison(layer: CudaLayer) -> None:
         buffer.fill_(0xFF)
 
 
-def check(case: Case, num_tokens: int, routing: str, prefill: bool) -> None:
-    plan = dataclasses.replace(case.plan, batch_invariant=prefill)
+def check(case: Case, num_tokens: int, routing: str, kind: str = "", repeats: int = 3) -> None:
+    """`kind`: "decode", "prefill" or "wide" where it can be had; "": what `choose_config` says."""
+    plan = dataclasses.replace(case.plan, batch_invariant=kind in ("prefill", "wide"))
     config = choose_config(
         plan, num_tokens, case.dtype, weight_dtype=case.weight_dtype, index_dtype=case.index_dtype
     )
+    if kind == "wide":
+        config = wide_config(config)
     dtype = reference.DTYPES[case.dtype]
     experts = make_experts(plan, dtype)
     x = torch.randn(num_tokens, case.hidden, device="cuda").to(dtype)
     ids, weights = route(case, num_tokens, routing)
     layer = CudaLayer(load(config), config, plan, experts, num_tokens)
     outs = []
-    for _ in range(3):
+    for _ in range(repeats):
         poison(layer)
         out = torch.full(
             (num_tokens, case.hidden),
@@ -184,8 +187,7 @@ def check(case: Case, num_tokens: int, routing: str, prefill: bool) -> None:
         outs.append(layer(x, ids, weights, out))
     torch.cuda.synchronize()
     assert not layer._buffers[0].any(), "the kernel left a counter that is not zero"
-    assert torch.equal(outs[0], outs[1])
-    assert torch.equal(outs[0], outs[2])
+    assert all(torch.equal(outs[0], out) for out in outs[1:])
     eager = reference.moe_layer(plan, x, [ids, weights], experts)
     fp32_plan = dataclasses.replace(plan, out_dtype="fp32")
     fp32 = reference.moe_layer(
@@ -194,20 +196,31 @@ def check(case: Case, num_tokens: int, routing: str, prefill: bool) -> None:
     assert_close_to_fp32(outs[0].cpu(), eager.cpu(), fp32.cpu())
 
 
-@pytest.mark.parametrize("prefill", [False, True], ids=["decode", "prefill"])
+KINDS = ("decode", "prefill", "wide")
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", list(CASES))
-def test_layer_matches_reference(name: str, prefill: bool) -> None:
+def test_layer_matches_reference(name: str, kind: str) -> None:
     case = CASES[name]
-    for num_tokens in (1, 3, 16, 77, 256):
-        check(case, num_tokens, "random", prefill)
-    check(case, 50, "invalid", prefill)
-    check(case, 100, "one", prefill)
+    for num_tokens in (1, 3, 16, 77, 256, *(() if kind == "decode" else (600, 1300))):
+        check(case, num_tokens, "random", kind)
+    check(case, 50, "invalid", kind)
+    check(case, 100, "one", kind)
+    if kind != "decode":
+        check(case, 1000, "one", kind)
 
 
+@pytest.mark.parametrize("kind", ["", "wide"])
 @pytest.mark.parametrize("num_tokens", [512, 1000, 2048])
-def test_many_tokens(num_tokens: int) -> None:
-    check(CASES["qwen3-30b"], num_tokens, "random", False)
-    check(CASES["mn-major"], num_tokens, "invalid", False)
+def test_many_tokens(num_tokens: int, kind: str) -> None:
+    check(CASES["qwen3-30b"], num_tokens, "random", kind)
+    check(CASES["mn-major"], num_tokens, "invalid", kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hundred_launches_agree_bitwise(kind: str) -> None:
+    check(CASES["qwen3-30b"], 16 if kind == "decode" else 1500, "random", kind, repeats=100)
 
 
 def test_replays_in_a_cuda_graph_with_new_inputs() -> None:
@@ -245,12 +258,14 @@ def test_sees_weights_written_in_place() -> None:
     assert torch.equal(layer(x, ids, weights), 2 * before)
 
 
-@pytest.mark.parametrize("prefill", [False, True], ids=["decode", "prefill"])
-def test_watchdog_build_passes_random_routings(prefill: bool) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_watchdog_build_passes_random_routings(kind: str) -> None:
     """No wait of any role lasts two seconds, whatever the routing; the counters end at zero."""
     case = Case(32, 4, 256, 192)
-    plan = dataclasses.replace(case.plan, batch_invariant=prefill)
+    plan = dataclasses.replace(case.plan, batch_invariant=kind != "decode")
     config = choose_config(plan, 300, "bf16", watchdog=True)
+    if kind == "wide":
+        config = wide_config(config)
     kernel = load(config)
     experts = make_experts(plan, torch.bfloat16)
     layer = CudaLayer(kernel, config, plan, experts, 300)
