@@ -2,7 +2,8 @@
 
 `torch.compile(model, backend="moeflex")` is all that is needed; nothing has to be imported for it.
 From here come, by
-attribute and only then imported: `moeflex` (the backend), `analyse`, `last_report` and `reports`.
+attribute and only then imported: `moeflex` (the backend), `analyse`, `last_report` and `reports`; for a
+model over several ranks `layout`, `switch` and `refit`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ _LAZY = {
     "analyse": "moe_compiler.pipeline",
     "last_report": "moe_compiler.pipeline",
     "reports": "moe_compiler.pipeline",
+    "layout": "moe_compiler.layouts",
+    "refit": "moe_compiler.layouts",
+    "switch": "moe_compiler.layouts",
+    "SwitchReport": "moe_compiler.runtime.switch",
 }
 
 __all__ = ["__version__", *_LAZY]

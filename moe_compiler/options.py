@@ -15,6 +15,7 @@ from moe_compiler.errors import OptionError
 from moe_compiler.settings import Settings
 
 ABSORB_ROUTER = ("auto", "never")
+LAYOUTS = ("ep", "tp")
 TARGETS = ("auto", "triton")
 
 
@@ -31,6 +32,9 @@ class Options:
         target: "auto" takes the best target of the device, "triton" the Triton layer or none.
         dump_dir: one folder per compiled graph is written there; "" for none.
         disable: stages that are skipped, in the order of the stages.
+        group: run the model over this process group ("world", or a group's name); "" for one process.
+        layouts: with `group`, what the model can be switched between: "ep", "tp", or both.
+        initial: with `group`, the layout of the first step; "" for the first of `layouts`.
         mode: Inductor's mode, "" for its default. torch.compile refuses `mode=` beside `options=`;
             this one it takes.
         inductor: keys of Inductor's configuration with their values, sorted by key.
@@ -42,8 +46,16 @@ class Options:
     target: str = "auto"
     dump_dir: str = ""
     disable: tuple[str, ...] = ()
+    group: str = ""
+    layouts: tuple[str, ...] = LAYOUTS
+    initial: str = ""
     mode: str = ""
     inductor: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def first_layout(self) -> str:
+        """The layout of the first step."""
+        return self.initial or self.layouts[0]
 
     @property
     def cache_tag(self) -> str:
@@ -78,13 +90,18 @@ def resolve(
     if mode and given.get("mode", mode) != mode:
         raise OptionError(f"mode={mode!r} and options['mode']={given['mode']!r} differ; give one")
     own = {name: given.pop(name) for name in OPTION_NAMES if name in given}
+    layouts = _layouts(own.get("layouts", LAYOUTS))
     return Options(
         strict=_flag(own, "strict", settings.strict),
         batch_invariant=_flag(own, "batch_invariant", False),
-        absorb_router=_choice(own, "absorb_router", ABSORB_ROUTER),
+        # Over a group every rank sends ids, not logits.
+        absorb_router="never" if own.get("group") else _choice(own, "absorb_router", ABSORB_ROUTER),
         target=_choice(own, "target", TARGETS),
         dump_dir=_text(own, "dump_dir", settings.dump_dir),
         disable=_stages(own.get("disable"), settings.disable, stages),
+        group=_text(own, "group", ""),
+        layouts=layouts,
+        initial=_initial(own, layouts),
         mode=_mode(mode or own.get("mode")),
         inductor=_inductor(given),
     )
@@ -108,6 +125,20 @@ def _choice(own: Mapping[str, Any], name: str, choices: tuple[str, ...]) -> str:
     value = own.get(name, choices[0])
     if value not in choices:
         raise OptionError(f"option {name!r} takes one of {', '.join(choices)}; got {value!r}")
+    return str(value)
+
+
+def _layouts(given: Any) -> tuple[str, ...]:
+    names = (given,) if isinstance(given, str) else given
+    if not isinstance(names, (tuple, list)) or not names or set(names) - set(LAYOUTS):
+        raise OptionError(f"option 'layouts' takes a tuple of {', '.join(LAYOUTS)}; got {given!r}")
+    return tuple(dict.fromkeys(names))
+
+
+def _initial(own: Mapping[str, Any], layouts: tuple[str, ...]) -> str:
+    value = own.get("initial", "")
+    if value not in ("", *layouts):
+        raise OptionError(f"option 'initial' takes one of {', '.join(layouts)}; got {value!r}")
     return str(value)
 
 

@@ -308,6 +308,8 @@ class _Work:
         return compiled
 
     def _compile(self) -> Callable[..., Any]:
+        if self.options.group:
+            return self._compile_layouts()
         if self.skips("inductor"):
             return self.gm.forward
         holds_op = any(placement.target for placement in self.placements)
@@ -317,6 +319,19 @@ class _Work:
             warn_no_compiler(str(error))
             self.notes.append("no C++ compiler: the graph runs as plain torch")
             return self.gm.forward
+
+    def _compile_layouts(self) -> Callable[..., Any]:
+        """One graph for every layout of the group; what fails here has to be known on every rank."""
+        from moe_compiler.layouts import compile_layouts
+
+        def compile_one(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+            if self.skips("inductor"):
+                return gm.forward
+            return inductor.compile_graph(gm, example_inputs, self.options, True)
+
+        return compile_layouts(
+            self.gm, self.example_inputs, self.options, self.placements, compile_one, self.notes
+        )
 
 
 @functools.cache

@@ -20,15 +20,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
 
-from moe_compiler.errors import UnsupportedError
-from moe_compiler.expert_blocks import ExpertBlocks, Layout
-from moe_compiler.ir import MoEPlan
+from moe_compiler.expert_blocks import Layout
+from moe_compiler.passes.expert_layers import ExpertLayer, narrow_experts
 from moe_compiler.passes.nodes import op_name, static_size, tensor
-from moe_compiler.passes.nodes import value as value_of
-from moe_compiler.passes.shard_rules import Cut, ShardError, equal, local_shape, result_cut
-from moe_compiler.reference import DTYPE_NAMES
+from moe_compiler.passes.rank_graph import Propagation, copied, set_value
+from moe_compiler.passes.shard_rules import Cut, ShardError, local_shape, result_cut
 
 __all__ = ["ExpertLayer", "ShardError", "TensorParallelGraph", "WeightSlice", "shard_graph"]
 
@@ -47,23 +44,6 @@ class WeightSlice:
     axis: int
     start: int
     length: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertLayer:
-    """One MoE layer of the graph.
-
-    Attributes:
-        plan: the plan of the source graph.
-        blocks: its experts, cut along I.
-        sources: placeholders of the full expert tensors in the source graph, which the rank's graph lacks.
-        placeholders: those of the narrow ones, in the order of the op's expert tensors.
-    """
-
-    plan: MoEPlan
-    blocks: ExpertBlocks
-    sources: tuple[str, ...]
-    placeholders: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +84,7 @@ def shard_graph(
     Raises:
         ShardError: this graph cannot be cut over so many ranks.
     """
-    return _Sharding(_copied(gm), num_ranks, rank, all_reduce, parameters).run()
+    return _Sharding(copied(gm), num_ranks, rank, all_reduce, parameters).run()
 
 
 class _Sharding:
@@ -140,7 +120,7 @@ class _Sharding:
                 self._follow(node)
         self.gm.graph.lint()
         self.gm.recompile()
-        _Propagation(self.gm, self.cuts).check()
+        Propagation(self.gm, self.cuts).check()
         return TensorParallelGraph(
             gm=self.gm, slices=tuple(self.slices.values()), layers=tuple(self.layers)
         )
@@ -305,108 +285,17 @@ class _Sharding:
         self.slices[weight] = WeightSlice(
             placeholder=weight.name, axis=axis, start=start, length=length
         )
-        _set_value(weight, value.narrow(axis, start, length))
+        set_value(weight, value.narrow(axis, start, length))
 
     # ---- experts --------------------------------------------------------------------------------
 
     def _narrow_experts(self, node: fx.Node) -> None:
-        x, router, experts, key = node.args
-        plan = MoEPlan.from_key(str(key))
-        sources: list[fx.Node] = list(experts)  # type: ignore[arg-type]
-        if any(s.op != "placeholder" for s in sources):
-            raise ShardError(
-                f"the experts of '{node.name}' are computed in the graph (a cast, say)"
-            )
-        values = [_value(s) for s in sources]
-        dtypes = {v.dtype for v in values}
-        if len(dtypes) != 1:
-            raise ShardError(f"the experts of '{node.name}' have several dtypes")
-        try:
-            blocks = ExpertBlocks.of(plan.experts, self.num_ranks, DTYPE_NAMES[dtypes.pop()])
-        except UnsupportedError as error:
-            raise ShardError(str(error)) from error
-        local = dataclasses.replace(plan, experts=blocks.local_spec(plan.experts, Layout.TP))
-        inputs = self._new_placeholders(len(self.layers), local, values[0])
-        node.args = (x, router, inputs, local.key)
-        for source in dict.fromkeys(sources):
-            if source.users:
-                raise ShardError(f"the expert weight '{source.name}' is used in several places")
-            self.gm.graph.erase_node(source)
-        self.layers.append(
-            ExpertLayer(
-                plan=plan,
-                blocks=blocks,
-                sources=tuple(s.name for s in sources),
-                placeholders=tuple(p.name for p in inputs),
-            )
-        )
+        layer = narrow_experts(self.gm.graph, node, Layout.TP, self.num_ranks, len(self.layers))
+        self.layers.append(layer)
         users = list(node.users)
         total = self._sum(node)
         for user in users:
             user.replace_input_with(node, total)
-
-    def _new_placeholders(self, layer: int, plan: MoEPlan, like: torch.Tensor) -> list[fx.Node]:
-        spec = plan.experts
-        last = [n for n in self.gm.graph.nodes if n.op == "placeholder"][-1]
-        found = []
-        for role in spec.tensor_roles:
-            with self.gm.graph.inserting_after(last):
-                last = self.gm.graph.placeholder(f"moeflex_layer{layer}_{role}")
-            last.meta["example_value"] = like.new_empty(spec.tensor_shape(role))
-            found.append(last)
-        return found
-
-
-class _Propagation(fx.Interpreter):
-    """Runs the rank's graph on fake tensors: every shape is what the cuts say, and is recorded."""
-
-    def __init__(self, gm: fx.GraphModule, cuts: Mapping[fx.Node, Cut]) -> None:
-        super().__init__(gm)
-        self._gm = gm
-        self._cuts = cuts
-        self._mode: Any = None
-
-    def check(self) -> None:
-        inputs = [value_of(n) for n in self._gm.graph.nodes if n.op == "placeholder"]
-        modes = [v.fake_mode for v in inputs if isinstance(v, FakeTensor)]
-        if not modes:
-            raise ShardError("the graph has no fake tensors to propagate shapes with")
-        self._mode = modes[0]
-        with self._mode, torch.no_grad():
-            self.run(*inputs, enable_io_processing=False)
-
-    def run_node(self, n: fx.Node) -> Any:
-        """Run one node and compare its shape with the source graph's."""
-        try:
-            found = super().run_node(n)
-        except Exception as error:
-            raise ShardError(f"'{n.name}' does not run on a rank's piece: {error}") from error
-        if n.op == "get_attr" and isinstance(found, torch.Tensor):
-            return self._mode.from_tensor(found)
-        source = tensor(n)
-        if n.op != "placeholder" and isinstance(found, torch.Tensor) and source is not None:
-            shape: Any = source.shape
-            if n in self._cuts:
-                shape = local_shape(shape, self._cuts[n])
-            if len(shape) != found.ndim or not all(map(equal, shape, found.shape)):
-                raise ShardError(
-                    f"'{n.name}' has shape {tuple(found.shape)} on a rank; {tuple(shape)} was planned"
-                )
-            _set_value(n, found)
-        return found
-
-
-def _copied(gm: fx.GraphModule) -> fx.GraphModule:
-    """The same names and metadata; parameters and sub-modules are shared."""
-    graph = fx.Graph()
-    twins: dict[fx.Node, fx.Node] = {}
-    result: Any = graph.graph_copy(gm.graph, twins, return_output_node=True)
-    value, output = result
-    graph.output(value).meta.update(output.meta)
-    for node, twin in twins.items():
-        if hasattr(node, "_dynamo_source"):
-            twin._dynamo_source = node._dynamo_source
-    return fx.GraphModule(gm, graph)
 
 
 def _linears_before(node: fx.Node) -> Iterator[fx.Node]:
@@ -450,10 +339,6 @@ def _value(node: fx.Node) -> torch.Tensor:
     if found is None:
         raise ShardError(f"'{node.name}' is no tensor")
     return found
-
-
-def _set_value(node: fx.Node, value: torch.Tensor) -> None:
-    node.meta["val" if "val" in node.meta else "example_value"] = value
 
 
 def _size(node: fx.Node, axis: int) -> Any:

@@ -73,7 +73,7 @@ class Layer(nn.Module):
             k = k[:, :, None].expand(shape).reshape(batch, self.q, length, self.d)
             v = v[:, :, None].expand(shape).reshape(batch, self.q, length, self.d)
         a = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=not self.repeat)
-        x = x + self.wo(a.transpose(1, 2).reshape(batch, length, -1))
+        x = x + self.wo(a.transpose(1, 2).reshape(batch, length, self.q * self.d))
         return x + self.moe(x.reshape(-1, H)).view_as(x)
 
 
@@ -218,7 +218,7 @@ class Fused(Layer):
         batch, length, _ = x.shape
         q, k, v = (t.view(batch, length, 8, 4).transpose(1, 2) for t in self.wqkv(x).chunk(3, -1))
         a = F.scaled_dot_product_attention(q, k, v)
-        x = x + self.wo(a.transpose(1, 2).reshape(batch, length, -1))
+        x = x + self.wo(a.transpose(1, 2).reshape(batch, length, self.q * self.d))
         return x + self.moe(x.reshape(-1, H)).view_as(x)
 
 
@@ -229,7 +229,7 @@ class MixesHeads(Layer):
             w(x).view(batch, length, 8, 4).transpose(1, 2) for w in (self.wq, self.wk, self.wv)
         )
         a = F.scaled_dot_product_attention(q.softmax(1), k, v)
-        x = x + self.wo(a.transpose(1, 2).reshape(batch, length, -1))
+        x = x + self.wo(a.transpose(1, 2).reshape(batch, length, self.q * self.d))
         return x + self.moe(x.reshape(-1, H)).view_as(x)
 
 
@@ -245,7 +245,7 @@ class ScalesHeads(Layer):
         q = self.wq(x).view(batch, length, 8, 4).transpose(1, 2) * self.scale
         k, v = (w(x).view(batch, length, 2, 4).transpose(1, 2) for w in (self.wk, self.wv))
         a = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-        x = x + self.wo(a.transpose(1, 2).reshape(batch, length, -1))
+        x = x + self.wo(a.transpose(1, 2).reshape(batch, length, self.q * self.d))
         return x + self.moe(x.reshape(-1, H)).view_as(x)
 
 
