@@ -52,3 +52,7 @@ class LayoutError(MoeflexError):
 
 class SwitchError(MoeflexError):
     """A switch between layouts failed; the message says whether the old layout still serves."""
+
+
+class PeerError(MoeflexError):
+    """Ranks cannot share memory, or a rank ended, left or did not come in time."""
