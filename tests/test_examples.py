@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import render_tables
 
@@ -41,6 +42,15 @@ def test_quickstart() -> None:
     assert "100.0% of 256 predicted tokens equal" in output
     for name in ("eager", "Inductor", "moeflex"):
         assert any(line.strip(" │|").startswith(name) for line in output.splitlines())
+
+
+@pytest.mark.slow
+def test_switch_tp_ep() -> None:
+    pytest.importorskip("transformers")
+    launcher = Path(torch.distributed.__file__).parent / "run.py"
+    output = run_script(str(launcher), "--nproc-per-node", "2", "examples/switch_tp_ep.py")
+    assert output.count("True") == 5
+    assert "False" not in output
 
 
 def test_readme_tables_are_current() -> None:
