@@ -79,12 +79,16 @@ def median_of(call: Call, inputs: list[Tensor]) -> float:
 def interleave(
     calls: dict[str, Call], make_input: Callable[[], Tensor], budget_s: float
 ) -> dict[str, list[float]]:
-    """Seconds of each contender: they take turns until the budget is used, at least five rounds."""
+    """Seconds of each contender: they take turns until the budget is used, at least five rounds.
+
+    Every call has tokens of its own: on shared ones the first contender would read the active experts from memory and
+    the others from the last-level cache.
+    """
     times: dict[str, list[float]] = {name: [] for name in calls}
     started = time.perf_counter()
     while len(times["ours"]) < 200:
-        x = make_input()
         for name, call in calls.items():
+            x = make_input()
             start = time.perf_counter()
             call(x)
             times[name].append(time.perf_counter() - start)

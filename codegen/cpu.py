@@ -147,7 +147,7 @@ def choose_config(plan: MoEPlan, x_dtype: str, weight_dtypes: Sequence[str], isa
 def _compute(x_dtype: str, first: str, second: str, isa: Isa) -> Compute:
     if "fp64" in (x_dtype, first, second):
         return Compute.F64
-    if isa is Isa.AVX512_BF16 and x_dtype == first == second == "bf16":
+    if isa in (Isa.AVX512_BF16, Isa.AMX_BF16) and x_dtype == first == second == "bf16":
         return Compute.BF16
     return Compute.F32
 

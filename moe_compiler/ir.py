@@ -346,6 +346,7 @@ class Isa(Name):
     AVX2 = "avx2"
     AVX512 = "avx512"
     AVX512_BF16 = "avx512_bf16"
+    AMX_BF16 = "amx_bf16"  # AVX512_BF16, and tiles where an expert has many rows
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

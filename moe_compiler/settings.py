@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from moe_compiler.errors import OptionError
 
-CPU_ISAS: tuple[str, ...] = ("auto", "scalar", "avx2", "avx512", "avx512_bf16")
+CPU_ISAS: tuple[str, ...] = ("auto", "scalar", "avx2", "avx512", "avx512_bf16", "amx_bf16")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

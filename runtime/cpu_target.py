@@ -38,6 +38,7 @@ _ISA_FLAGS = {
     Isa.AVX2: _AVX2_FLAGS,
     Isa.AVX512: _AVX512_FLAGS,
     Isa.AVX512_BF16: (*_AVX512_FLAGS, "-mavx512bf16"),
+    Isa.AMX_BF16: (*_AVX512_FLAGS, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
 }
 _AVX2_FEATURES = frozenset({"avx2", "fma", "f16c"})
 _AVX512_FEATURES = _AVX2_FEATURES | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
@@ -46,6 +47,7 @@ _ISA_FEATURES = {
     Isa.AVX2: _AVX2_FEATURES,
     Isa.AVX512: _AVX512_FEATURES,
     Isa.AVX512_BF16: _AVX512_FEATURES | {"avx512_bf16"},
+    Isa.AMX_BF16: _AVX512_FEATURES | {"avx512_bf16", "amx_tile", "amx_bf16"},
 }
 # The oldest torch whose stable ABI the op library may use: 2.11.
 _TARGET_VERSION = "0x020b000000000000"

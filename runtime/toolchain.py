@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
 import os
@@ -89,8 +90,31 @@ def accepts(compiler: Compiler, flags: tuple[str, ...]) -> bool:
 
 
 @functools.cache
+def tiles_permitted() -> bool:
+    """Whether Linux hands the AMX tile registers to this process; asks for them.
+
+    Source: Linux, Documentation/arch/x86/xstate.rst (ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
+    """
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    try:
+        return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
+    except (OSError, AttributeError):
+        return False
+
+
+@functools.cache
 def cpu_features() -> frozenset[str]:
-    """The CPU's feature names as Linux spells them; empty where they cannot be read."""
+    """The CPU's feature names as Linux spells them; empty where they cannot be read.
+
+    The AMX names are left out where the system does not permit their registers.
+    """
+    found = _listed_features()
+    if "amx_tile" in found and not tiles_permitted():
+        return frozenset(name for name in found if not name.startswith("amx"))
+    return found
+
+
+def _listed_features() -> frozenset[str]:
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return frozenset()
     try:

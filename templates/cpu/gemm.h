@@ -6,6 +6,9 @@
 #pragma once
 #include "args.h"
 #include "simd.h"
+#if MOEFLEX_ISA >= 4
+#include "tiles.h"
+#endif
 
 namespace moeflex {
 
@@ -20,7 +23,7 @@ struct KindF32 {
     typedef float Sum;
     typedef VecF Vec;
     static constexpr int kPair = 1, kVecLanes = kLanes;
-    static constexpr bool kHasDirect = true;
+    static constexpr bool kHasDirect = true, kHasTiles = false;
     static Vec multiply_add(Vec acc, Word a, Vec b) { return acc + b * a; }
     template <class T>
     static Vec dot(Vec acc, const float* a, const T* b) {
@@ -38,7 +41,7 @@ struct KindF64 {
     typedef double Sum;
     typedef VecD Vec;
     static constexpr int kPair = 1, kVecLanes = kLanes / 2;
-    static constexpr bool kHasDirect = false;
+    static constexpr bool kHasDirect = false, kHasTiles = false;
     static Vec multiply_add(Vec acc, Word a, Vec b) { return acc + b * a; }
 };
 
@@ -49,7 +52,7 @@ struct KindBF16 {
     typedef float Sum;
     typedef VecF Vec;
     static constexpr int kPair = 2, kVecLanes = kLanes;
-    static constexpr bool kHasDirect = true;
+    static constexpr bool kHasDirect = true, kHasTiles = MOEFLEX_ISA >= 4;
     static Vec multiply_add(Vec acc, Word a, Vec b) {
         return (Vec)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)b);
     }
@@ -87,6 +90,7 @@ struct Prefetch {
         Walk& w = walks[0].rows > 0 ? walks[0] : walks[1];
         for (int i = 0; i < per_stretch; ++i) w.next();
     }
+    void next_line() { (walks[0].rows > 0 ? walks[0] : walks[1]).next(); }
     long num_lines() const {
         return (long)walks[0].rows * walks[0].lines_per_row +
                (long)walks[1].rows * walks[1].lines_per_row;
@@ -147,12 +151,34 @@ struct Groups {
     int rows(int i) const { return size + (i < larger); }
 };
 
+// Calls of `Prefetch::next` in the product of `rows` rows with a panel of `steps` steps.
+template <class Kind>
+long num_stretches(int rows, long steps) {
+#if MOEFLEX_ISA >= 4
+    if constexpr (Kind::kHasTiles)
+        return (steps + kTileSteps - 1) / kTileSteps * ((rows + kTileBlock - 1) / kTileBlock) *
+               (kPanelLanes / 32);
+#endif
+    return (steps + kStretch - 1) / kStretch * (kPanelLanes / (kGroupVecs * Kind::kVecLanes)) *
+           Groups(rows).num;
+}
+
 template <class Kind>
 void multiply_panel(const typename Kind::Element* const* a, int rows, long first_step,
-                    const typename Kind::Word* panel, long steps, typename Kind::Sum* sums,
-                    bool add, Prefetch& ahead) {
+                    typename Kind::Word* panel, long steps, typename Kind::Sum* sums, bool add,
+                    Prefetch& ahead) {
     typedef typename Kind::Element Element;
     constexpr int kSub = kGroupVecs * Kind::kVecLanes;
+#if MOEFLEX_ISA >= 4
+    if constexpr (Kind::kHasTiles) {
+        static_assert(kSub == kPanelLanes && kMaxSteps % kTileSteps == 0, "one sub-panel");
+        const long whole = (steps + kTileSteps - 1) / kTileSteps * kTileSteps;
+        std::memset(panel + steps * kSub, 0, sizeof(*panel) * kSub * (size_t)(whole - steps));
+        multiply_tiles((const char* const*)a, rows, first_step * 4, panel, kSub, steps, sums, add,
+                       ahead);
+        return;
+    }
+#endif
     const Groups groups(rows);
     for (int g = 0, m = 0; g < groups.num; m += groups.rows(g), ++g) {
         const Element* at[kMaxGroupRows];
@@ -347,7 +373,7 @@ inline float sum_of(VecF v) {
 // prefetchers of a CPU follow farther than several streams at once; `kChains` sums a row hide the latency of a sum.
 template <class Kind, class T, int kRows>
 inline void dot_row(const typename Kind::Element* const* a, const T* weight, long ks,
-                    typename Kind::Sum* sums, long pitch) {
+                    typename Kind::Sum* sums, long pitch, Prefetch& ahead) {
     typedef typename Kind::Vec Vec;
     constexpr int kDot = Kind::kVecLanes * Kind::kPair;
     constexpr int kChains = kRows >= 4 ? 1 : kRows >= 2 ? 2 : 4;
@@ -359,10 +385,12 @@ inline void dot_row(const typename Kind::Element* const* a, const T* weight, lon
     long k = 0;
     for (; k + kChains * kDot <= ks; k += kChains * kDot)
 #pragma GCC unroll 4
-        for (int c = 0; c < kChains; ++c)
+        for (int c = 0; c < kChains; ++c) {
+            ahead.next_line();
 #pragma GCC unroll 8
             for (int m = 0; m < kRows; ++m)
                 acc[m][c] = Kind::dot(acc[m][c], a[m] + k + c * kDot, weight + k + c * kDot);
+        }
     for (; k + kDot <= ks; k += kDot)
 #pragma GCC unroll 8
         for (int m = 0; m < kRows; ++m) acc[m][0] = Kind::dot(acc[m][0], a[m] + k, weight + k);
@@ -381,30 +409,30 @@ inline void dot_row(const typename Kind::Element* const* a, const T* weight, lon
 template <class Kind, class T, int kRows>
 __attribute__((noinline)) void dot_columns(const typename Kind::Element* const* a, const T* weight,
                                            long out_stride, long count, long ks,
-                                           typename Kind::Sum* sums) {
+                                           typename Kind::Sum* sums, Prefetch& ahead) {
     const typename Kind::Element* row[kRows];
     for (int m = 0; m < kRows; ++m) row[m] = a[m];
     for (long j = 0; j < count; ++j)
-        dot_row<Kind, T, kRows>(row, weight + j * out_stride, ks, sums + j, kPanelLanes);
+        dot_row<Kind, T, kRows>(row, weight + j * out_stride, ks, sums + j, kPanelLanes, ahead);
 }
 
 // `lanes` output columns from `first` on (those below `limit` exist) for all rows, into sums[m][lane ..].
 template <class Kind, class T>
 void multiply_direct(const typename Kind::Element* const* a, int rows, const MoeflexMatrix& matrix,
-                     long first, long limit, long ks, typename Kind::Sum* sums, int lane,
-                     int lanes) {
+                     long first, long limit, long ks, typename Kind::Sum* sums, int lane, int lanes,
+                     Prefetch& ahead) {
     const Groups groups(rows);
     const T* weight = (const T*)matrix.data + first * matrix.out_stride;
     const long count = limit - first < lanes ? limit - first : lanes, step = matrix.out_stride;
     for (int g = 0, m = 0; g < groups.num; m += groups.rows(g), ++g) {
         auto* out = sums + (long)m * kPanelLanes + lane;
         switch (groups.rows(g)) {
-            case 1: dot_columns<Kind, T, 1>(a + m, weight, step, count, ks, out); break;
-            case 2: dot_columns<Kind, T, 2>(a + m, weight, step, count, ks, out); break;
-            case 3: dot_columns<Kind, T, 3>(a + m, weight, step, count, ks, out); break;
-            case 4: dot_columns<Kind, T, 4>(a + m, weight, step, count, ks, out); break;
-            case 5: dot_columns<Kind, T, 5>(a + m, weight, step, count, ks, out); break;
-            default: dot_columns<Kind, T, 6>(a + m, weight, step, count, ks, out); break;
+            case 1: dot_columns<Kind, T, 1>(a + m, weight, step, count, ks, out, ahead); break;
+            case 2: dot_columns<Kind, T, 2>(a + m, weight, step, count, ks, out, ahead); break;
+            case 3: dot_columns<Kind, T, 3>(a + m, weight, step, count, ks, out, ahead); break;
+            case 4: dot_columns<Kind, T, 4>(a + m, weight, step, count, ks, out, ahead); break;
+            case 5: dot_columns<Kind, T, 5>(a + m, weight, step, count, ks, out, ahead); break;
+            default: dot_columns<Kind, T, 6>(a + m, weight, step, count, ks, out, ahead); break;
         }
     }
 }

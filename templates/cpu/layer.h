@@ -112,6 +112,7 @@ struct Layer {
     const MoeflexArgs& args;
     const long H, I, E;
     const long pitch_h, pitch_i;  // elements from row to row of `staged` and of `hidden`
+    const bool by_route;          // x is staged one row a route, sorted by expert
     PlanView view = {};
     Counters counters = {};
     int* row_of_route = nullptr;  // [T*K], -1 where the id is invalid
@@ -136,11 +137,14 @@ struct Layer {
           I(a.intermediate),
           E(a.num_experts),
           pitch_h((H + 63) / 64 * 64),
-          pitch_i((I + 63) / 64 * 64) {}
+          pitch_i((I + 63) / 64 * 64),
+          by_route(kInput || (Kind::kHasTiles && a.num_tokens > a.direct_rows)) {}
 
-    // Rows of x are read in place unless they must be converted, weighted or padded to whole words.
+    // Rows of x are read in place unless they must be converted, weighted or padded to whole words, or lie one behind
+    // the other for the tiles.
     bool must_stage() const {
-        return kInput || !Config::x_is_element || args.x_hidden_stride != 1 || H % Kind::kPair != 0;
+        return by_route || !Config::x_is_element || args.x_hidden_stride != 1 ||
+               H % Kind::kPair != 0;
     }
 
     // ---- prologue: counting sort of the routes, by expert, then by route
@@ -168,8 +172,8 @@ struct Layer {
     }
 
     void stage_row(long row) {
-        const long route = kInput ? route_of_row[row] : 0,
-                   token = kInput ? route / args.top_k : row;
+        const long route = by_route ? route_of_row[row] : 0,
+                   token = by_route ? route / args.top_k : row;
         Element* to = staged + row * pitch_h;
         const auto* from = (const typename Config::X*)args.x + token * args.x_token_stride;
         if (args.x_hidden_stride == 1 && !kInput) {
@@ -188,7 +192,7 @@ struct Layer {
     }
 
     const Element* row_of_x(long row) const {
-        if (kInput) return staged + row * pitch_h;
+        if (by_route) return staged + row * pitch_h;
         const long token = route_of_row[row] / args.top_k;
         return staged ? staged + token * pitch_h
                       : (const Element*)args.x + token * args.x_token_stride;
@@ -246,9 +250,7 @@ struct Layer {
 
         // Spread what is left of `ahead` over the register tiles of this tile.
         void pace(int rows, long ks) {
-            const long stretches = ((ks + Kind::kPair - 1) / Kind::kPair + kStretch - 1) /
-                                   kStretch * (kPanelLanes / (kGroupVecs * Kind::kVecLanes)) *
-                                   Groups(rows).num;
+            const long stretches = num_stretches<Kind>(rows, (ks + Kind::kPair - 1) / Kind::kPair);
             ahead.per_stretch = (int)((ahead.num_lines() + stretches - 1) / stretches);
         }
 
@@ -293,10 +295,11 @@ struct Layer {
             }
             if (direct(gate, rows)) {
                 if constexpr (Kind::kHasDirect) {
-                    multiply_direct<Kind, T>(s.rows, rows, gate, first, I, H, s.sums, 0, kCols0);
+                    multiply_direct<Kind, T>(s.rows, rows, gate, first, I, H, s.sums, 0, kCols0,
+                                             ahead);
                     if constexpr (Config::gated)
                         multiply_direct<Kind, T>(s.rows, rows, a.up[t.expert], first, I, H, s.sums,
-                                                 kCols0, kCols0);
+                                                 kCols0, kCols0, ahead);
                 }
             } else {
                 through_panels(rows, H, [&](long k, long n) {
@@ -369,7 +372,8 @@ struct Layer {
             const MoeflexMatrix& down = a.down[t.expert];
             if (direct(down, rows)) {
                 if constexpr (Kind::kHasDirect)
-                    multiply_direct<Kind, T>(s.rows, rows, down, first, H, I, s.sums, 0, kCols1);
+                    multiply_direct<Kind, T>(s.rows, rows, down, first, H, I, s.sums, 0, kCols1,
+                                             ahead);
             } else {
                 through_panels(rows, I, [&](long k, long n) {
                     pack_lanes<Kind, T>(down, first, H, k, n, s.panel, 0, kCols1);
@@ -448,6 +452,9 @@ struct Layer {
 
     static int run(const MoeflexArgs& args) {
         if (args.num_tokens == 0) return 0;
+#if MOEFLEX_ISA >= 4
+        if (Kind::kHasTiles && !tiles_permitted()) return EOPNOTSUPP;
+#endif
         Layer layer(args);
         const long H = layer.H, I = layer.I, E = layer.E, routes = args.num_tokens * args.top_k;
         if (routes > (1l << 29) ||
@@ -469,7 +476,8 @@ struct Layer {
         p.world = 1;
         p.num_blocks = args.num_threads;
         const bool stage = layer.must_stage();
-        const long tiles = max_row_tiles(p), staged_rows = kInput ? routes : args.num_tokens;
+        const long tiles = max_row_tiles(p),
+                   staged_rows = layer.by_route ? routes : args.num_tokens;
         // One allocation, cut into 64-byte aligned arrays.
         size_t bytes = 0;
         auto reserve = [&](size_t n) {
@@ -516,7 +524,7 @@ struct Layer {
                       arrays.expert_tile};
         layer.sort_routes(p, arrays, counts);
 
-        Context context{&layer, kInput ? layer.view.plan.num_rows : args.num_tokens, 0};
+        Context context{&layer, layer.by_route ? layer.view.plan.num_rows : args.num_tokens, 0};
         if (stage)
             args.parallel(min_int(args.num_threads, (int)((context.count + 7) / 8)), stage_body,
                           &context);

@@ -1,7 +1,8 @@
 // Vectors of the CPU kernel: one width per instruction set, loads that widen, stores that round.
 //
 // GCC/Clang vector extensions wherever they suffice; intrinsics only for what they cannot say (vdpbf16ps, half
-// precision). MOEFLEX_ISA is 0 generic, 1 AVX2+FMA+F16C, 2 AVX-512 (F, BW, VL, DQ), 3 AVX-512 with BF16.
+// precision). MOEFLEX_ISA is 0 generic, 1 AVX2+FMA+F16C, 2 AVX-512 (F, BW, VL, DQ), 3 AVX-512 with BF16,
+// 4 that and AMX tiles.
 #pragma once
 #include <cmath>
 #include <cstdint>

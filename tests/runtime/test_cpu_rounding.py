@@ -21,7 +21,7 @@ from moe_compiler.runtime import cpu_target, op
 pytestmark = pytest.mark.skipif(cpu_target.unavailable() is not None, reason="needs a C++ compiler")
 
 
-@pytest.mark.parametrize("isa", ["scalar", "avx2", "avx512", "avx512_bf16"])
+@pytest.mark.parametrize("isa", ["scalar", "avx2", "avx512", "avx512_bf16", "amx_bf16"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("tokens", [3, 70])
 def test_results_are_rounded_like_the_graph_rounds(
