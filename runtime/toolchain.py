@@ -97,7 +97,7 @@ def tiles_permitted() -> bool:
     """
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18
     try:
-        return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
+        return bool(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0)
     except (OSError, AttributeError):
         return False
 
