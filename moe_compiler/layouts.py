@@ -54,8 +54,7 @@ class LayoutModel:
     """The weights of one model on one rank.
 
     Args:
-        store: experts.
-        spares: the parameters that experts came from, by layer, and what became of their data.
+        store: the arena and what of it serves the active layout.
     """
 
     def __init__(self, store: LayoutStore) -> None:
