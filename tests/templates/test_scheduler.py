@@ -10,21 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.cost_model import Problem
+
 HERE = Path(__file__).resolve().parent
 EMULATOR = HERE.parents[1] / "templates" / "emulator.cpp"
-
-
-class Problem(ctypes.Structure):
-    """`moeflex::Problem`."""
-
-    _fields_ = [
-        ("num_tokens", ctypes.c_int), ("top_k", ctypes.c_int), ("num_experts", ctypes.c_int),
-        ("hidden", ctypes.c_int), ("intermediate", ctypes.c_int), ("num_heights", ctypes.c_int),
-        ("heights", ctypes.c_int * 4), ("row_align", ctypes.c_int), ("gemm0_cols", ctypes.c_int),
-        ("gemm1_cols", ctypes.c_int), ("chunk_tiles", ctypes.c_int), ("combine_tokens", ctypes.c_int),
-        ("arrivals", ctypes.c_int), ("world", ctypes.c_int), ("rank", ctypes.c_int),
-        ("num_blocks", ctypes.c_int), ("num_comm_blocks", ctypes.c_int),
-    ]  # fmt: skip
 
 
 def test_decode_is_a_topological_bijection(compile_cpp: Any) -> None:
