@@ -10,16 +10,15 @@ import dataclasses
 import string
 from collections.abc import Sequence
 
+from moe_compiler.codegen.layer_codes import layer_entries
 from moe_compiler.errors import PlanError
 from moe_compiler.ir import (
     ActivationSpec,
     CpuKernel,
     ExpertSpec,
-    GateLayout,
     Isa,
     MoEPlan,
     Name,
-    Orientation,
     Score,
     WeightPosition,
 )
@@ -184,14 +183,6 @@ def render(config: CpuConfig, template: str) -> str:
 
 _ABI = 1
 _DTYPE_CODES = {"bf16": 0, "fp16": 1, "fp32": 2, "fp64": 3}
-_GATE_CODES = {
-    GateLayout.NONE: 0,
-    GateLayout.CONCAT: 1,
-    GateLayout.CONCAT_UP_FIRST: 2,
-    GateLayout.INTERLEAVED: 3,
-    GateLayout.INTERLEAVED_UP_FIRST: 4,
-    GateLayout.SEPARATE: 5,
-}
 
 
 def make_kernel(
@@ -208,16 +199,8 @@ def make_kernel(
     # `MoeflexLayerSpec` of templates/cpu/op_table.h
     layer = {
         "abi": _ABI,
-        "num_experts": spec.num_experts,
-        "hidden": spec.hidden,
-        "intermediate": spec.intermediate,
-        "top_k": plan.router.top_k,
-        "gate_layout": _GATE_CODES[spec.gate_layout],
-        "w13_out_in": spec.w13_orientation is Orientation.OUT_IN,
-        "w2_out_in": spec.w2_orientation is Orientation.OUT_IN,
+        **layer_entries(plan),
         "stacked": spec.stacked,
-        "has_b13": spec.has_b13,
-        "has_b2": spec.has_b2,
         "x_dtype": _DTYPE_CODES[x_dtype],
         "out_dtype": _DTYPE_CODES[plan.out_dtype or x_dtype],
         "direct_rows": direct_rows(plan, config),

@@ -10,8 +10,9 @@ import functools
 import itertools
 
 from moe_compiler.codegen.cuda import CudaConfig, Kernel, choose_config, render
+from moe_compiler.codegen.layer_codes import layer_entries
 from moe_compiler.errors import PlanError, UnsupportedError
-from moe_compiler.ir import CudaKernel, CudaProgram, GateLayout, MoEPlan, Orientation, Score
+from moe_compiler.ir import CudaKernel, CudaProgram, MoEPlan, Score
 
 # T * K and tile numbers are 32-bit in the kernels.
 MAX_TOKENS = 1 << 20
@@ -22,14 +23,6 @@ _ROW_TILE_ALIGNMENT = 32  # kRowTileAlignment of templates/scheduler.h
 _ABI = 1
 _DTYPE_CODES = {"bf16": 0, "fp16": 1, "fp32": 2}
 _INDEX_BYTES = {"int64": 8, "int32": 4}
-_GATE_CODES = {
-    GateLayout.NONE: 0,
-    GateLayout.CONCAT: 1,
-    GateLayout.CONCAT_UP_FIRST: 2,
-    GateLayout.INTERLEAVED: 3,
-    GateLayout.INTERLEAVED_UP_FIRST: 4,
-    GateLayout.SEPARATE: 5,
-}
 
 
 @functools.lru_cache(maxsize=256)
@@ -109,19 +102,10 @@ def make_program(
     Raises:
         UnsupportedError: no kernel for the plan.
     """
-    spec = plan.experts
     # `MoeflexCudaLayerSpec` of templates/cuda/op_table.h
     layer = {
         "abi": _ABI,
-        "num_experts": spec.num_experts,
-        "hidden": spec.hidden,
-        "intermediate": spec.intermediate,
-        "top_k": plan.router.top_k,
-        "gate_layout": _GATE_CODES[spec.gate_layout],
-        "w13_out_in": spec.w13_orientation is Orientation.OUT_IN,
-        "w2_out_in": spec.w2_orientation is Orientation.OUT_IN,
-        "has_b13": spec.has_b13,
-        "has_b2": spec.has_b2,
+        **layer_entries(plan),
         "dtype": _DTYPE_CODES[dtype],
         "out_dtype": _DTYPE_CODES[plan.out_dtype or dtype],
         "combine_dtype": _DTYPE_CODES[combine_dtype],
