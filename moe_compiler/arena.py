@@ -223,6 +223,8 @@ def verify(plan: ArenaPlan) -> list[str]:
     for layout in plan.layouts:
         for layer, blocks in enumerate(plan.experts):
             found = [s for s in plan.slots if s.name == expert_slot_name(layout, layer)]
+            if blocks.whole and layout is Layout.TP:
+                faults.append(f"the experts of layer {layer} are whole; TP needs them cut")
             if not found:
                 faults.append(f"layer {layer} has no slot under {layout}")
             elif found[0].num_bytes < blocks.num_bytes(layout):

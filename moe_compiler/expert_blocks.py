@@ -10,7 +10,8 @@ tp: rank r holds block r of every expert      [E][block]
 
 A layout is a permutation of whole blocks over (rank, place), so that a switch copies contiguous
 bytes only. Both layouts read as stacks of narrow experts of width I/R: in EP an expert is R of them,
-whose results add up. `b2` belongs to block 0; the other blocks hold zeros there.
+whose results add up. `b2` belongs to block 0; the other blocks hold zeros there. Experts that are
+never cut are one block each, and there is no TP then.
 
 Pure arithmetic: no tensor, no device.
 """
@@ -84,10 +85,11 @@ class ExpertBlocks:
         num_experts: E.
         num_ranks: R.
         hidden: H.
-        intermediate: I, a multiple of R.
+        intermediate: I, a multiple of the number of blocks.
         gated: two projections in front of the activation.
         has_b13, has_b2: biases.
         dtype: "bf16" | "fp16" | "fp32" | "fp64".
+        whole: experts are not cut: one block each, for EP alone.
     """
 
     num_experts: int
@@ -98,15 +100,16 @@ class ExpertBlocks:
     has_b13: bool = False
     has_b2: bool = False
     dtype: str = "bf16"
+    whole: bool = False
 
     @staticmethod
-    def of(spec: ExpertSpec, num_ranks: int, dtype: str) -> ExpertBlocks:
+    def of(spec: ExpertSpec, num_ranks: int, dtype: str, *, whole: bool = False) -> ExpertBlocks:
         """The blocks of a layer's experts.
 
         Raises:
             UnsupportedError: I is no multiple of R, so that no rank can hold an equal part of an expert.
         """
-        if spec.intermediate % num_ranks:
+        if not whole and spec.intermediate % num_ranks:
             raise UnsupportedError(
                 f"tensor parallelism needs an expert width I that {num_ranks} ranks divide; got I = "
                 f"{spec.intermediate}. Run this model with layouts=('ep',), or on another number of ranks"
@@ -120,12 +123,18 @@ class ExpertBlocks:
             has_b13=spec.has_b13,
             has_b2=spec.has_b2,
             dtype=dtype,
+            whole=whole,
         )
 
     @property
+    def num_blocks(self) -> int:
+        """Blocks of an expert: R, or 1 where experts are whole."""
+        return 1 if self.whole else self.num_ranks
+
+    @property
     def width(self) -> int:
-        """I/R, the width of a block."""
-        return self.intermediate // self.num_ranks
+        """Width of a block: I/R, or I where experts are whole."""
+        return self.intermediate // self.num_blocks
 
     @property
     def experts_per_rank(self) -> int:
@@ -136,14 +145,14 @@ class ExpertBlocks:
         """Places for blocks on one rank; all are filled in TP, in EP where R divides E."""
         if layout is Layout.TP:
             return self.num_experts
-        return self.experts_per_rank * self.num_ranks
+        return self.experts_per_rank * self.num_blocks
 
     def owner(self, layout: Layout, expert: int, block: int) -> tuple[int, int]:
         """(rank, place) of a block."""
         if layout is Layout.TP:
             return block, expert
         rank, local = divmod(expert, self.experts_per_rank)
-        return rank, local * self.num_ranks + block
+        return rank, local * self.num_blocks + block
 
     def owned_experts(self, layout: Layout, rank: int) -> range:
         """The experts of which `rank` holds a block."""
@@ -174,7 +183,7 @@ class ExpertBlocks:
     def local_spec(self, spec: ExpertSpec, layout: Layout) -> ExpertSpec:
         """The narrow experts that one rank's op runs: `num_places` of width I/R, in canonical form.
 
-        TP: narrow expert e is the rank's block of expert e. EP: narrow expert `local * R + block`.
+        TP: narrow expert e is the rank's block of expert e. EP: narrow expert `local * num_blocks + block`.
         """
         return dataclasses.replace(
             spec,
@@ -207,7 +216,7 @@ def moves(blocks: ExpertBlocks, source: Layout, target: Layout) -> tuple[Move, .
     found = []
     for src, dst in zip(blocks.regions(source), blocks.regions(target), strict=True):
         for expert in range(blocks.num_experts):
-            for block in range(blocks.num_ranks):
+            for block in range(blocks.num_blocks):
                 src_rank, src_place = blocks.owner(source, expert, block)
                 dst_rank, dst_place = blocks.owner(target, expert, block)
                 found.append(

@@ -322,7 +322,7 @@ class _Work:
 
     def _compile_layouts(self) -> Callable[..., Any]:
         """One graph for every layout of the group; what fails here has to be known on every rank."""
-        from moe_compiler.layouts import compile_layouts
+        from moe_compiler.layout_graphs import compile_layouts
 
         def compile_one(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
             if self.skips("inductor"):

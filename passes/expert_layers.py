@@ -48,13 +48,16 @@ class ExpertParallelGraph:
     layers: tuple[ExpertLayer, ...]
 
 
-def expert_parallel_graph(gm: fx.GraphModule, *, num_ranks: int, group: str) -> ExpertParallelGraph:
+def expert_parallel_graph(
+    gm: fx.GraphModule, *, num_ranks: int, group: str, whole: bool = False
+) -> ExpertParallelGraph:
     """Write the graph that every rank runs on tokens of its own, its experts being spread over the ranks.
 
     Args:
         gm: a torch-level graph with fake values, its MoE blocks replaced by `moeflex::moe_layer`; not changed.
         num_ranks: R.
         group: name of the process group.
+        whole: experts are not cut, because the model will never run under TP.
 
     Raises:
         ShardError: the experts cannot be cut into blocks.
@@ -64,13 +67,13 @@ def expert_parallel_graph(gm: fx.GraphModule, *, num_ranks: int, group: str) -> 
     for node in list(gm.graph.nodes):
         if op_name(node) != "moe_layer":
             continue
-        layer = narrow_experts(gm.graph, node, Layout.EP, num_ranks, len(layers))
+        layer = narrow_experts(gm.graph, node, Layout.EP, num_ranks, len(layers), whole=whole)
         x, router, experts, key = node.args
         blocks = layer.blocks
         node.target = torch.ops.moeflex.gathered_moe_layer.default
         node.args = (
             *(x, router, experts, key, layer.plan.out_dtype, group),
-            *(blocks.num_experts, blocks.num_ranks),
+            *(blocks.num_experts, blocks.num_blocks),
         )
         layers.append(layer)
     gm.graph.lint()
@@ -80,7 +83,13 @@ def expert_parallel_graph(gm: fx.GraphModule, *, num_ranks: int, group: str) -> 
 
 
 def narrow_experts(
-    graph: fx.Graph, node: fx.Node, layout: Layout, num_ranks: int, index: int
+    graph: fx.Graph,
+    node: fx.Node,
+    layout: Layout,
+    num_ranks: int,
+    index: int,
+    *,
+    whole: bool = False,
 ) -> ExpertLayer:
     """Let one `moe_layer` of a graph read narrow experts through new placeholders.
 
@@ -101,7 +110,7 @@ def narrow_experts(
     if len(dtypes) != 1:
         raise ShardError(f"the experts of '{node.name}' have several dtypes")
     try:
-        blocks = ExpertBlocks.of(plan.experts, num_ranks, DTYPE_NAMES[dtypes.pop()])
+        blocks = ExpertBlocks.of(plan.experts, num_ranks, DTYPE_NAMES[dtypes.pop()], whole=whole)
     except UnsupportedError as error:
         raise ShardError(str(error)) from error
     local = _local_plan(plan, blocks, layout)
@@ -126,7 +135,7 @@ def _local_plan(plan: MoEPlan, blocks: ExpertBlocks, layout: Layout) -> MoEPlan:
         return local
     router = dataclasses.replace(
         plan.router,
-        top_k=plan.router.top_k * blocks.num_ranks,
+        top_k=plan.router.top_k * blocks.num_blocks,
         num_experts=local.experts.num_experts,
     )
     # The results of several ranks are added before they are rounded.

@@ -96,7 +96,7 @@ def write_expert(
     blocks = arena.plan.experts[layer]
     views = arena.experts(layout, layer)
     written = 0
-    for block in range(blocks.num_ranks):
+    for block in range(blocks.num_blocks):
         owner, place = blocks.owner(layout, expert, block)
         if owner != rank:
             continue

@@ -6,7 +6,8 @@ moeflex::gathered_moe_layer(Tensor x, Tensor[] router, Tensor[] experts, str pla
 ```
 
 It needs nothing but a process group, and sends R times what a dispatch by peer access sends. `plan`
-is that of the narrow experts a rank holds (see `expert_blocks`); ids are those of the model.
+is that of the narrow experts a rank holds, `num_blocks` for each of the model's (see `expert_blocks`);
+ids are those of the model.
 """
 
 from __future__ import annotations
@@ -39,19 +40,19 @@ def _gathered(
     num_blocks: int,
 ) -> Tensor:
     process_group = c10d._resolve_process_group(group)
-    rank = dist.get_rank(process_group)
+    rank, num_ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
     dtype = DTYPES[out_dtype] if out_dtype else x.dtype
     num_tokens = math.prod(x.shape[:-1])
-    counts = _gather_counts(num_tokens, num_blocks, x.device, process_group)
+    counts = _gather_counts(num_tokens, num_ranks, x.device, process_group)
     most = max(counts)
     if most == 0:
         return x.new_empty((0, x.shape[-1]), dtype=dtype)
     rows, ids, weights = (
-        _gather_rows(t.reshape(num_tokens, t.shape[-1]), most, num_blocks, process_group)
+        _gather_rows(t.reshape(num_tokens, t.shape[-1]), most, num_ranks, process_group)
         for t in (x, *router)
     )
     padding = torch.arange(most, device=x.device) >= torch.tensor(counts, device=x.device)[:, None]
-    per_rank = -(-num_experts // num_blocks)
+    per_rank = -(-num_experts // num_ranks)
     local = ids.long() - rank * per_rank
     held = (local >= 0) & (local < per_rank) & (ids < num_experts) & ~padding.view(-1, 1)
     blocks = torch.arange(num_blocks, device=x.device)

@@ -2,8 +2,7 @@
 
 ```
 LayoutStore    one rank's arena and which layout it holds; refit and switch
-PeerCopies     every rank pulls its blocks out of the others' mapped arenas
-Collective     an all-to-all a layer through scratch, where arenas cannot be mapped
+SwitchReport   what one rank saw of a switch
 ```
 
 All ranks call `switch` together. What fails before the first byte moves leaves the old layout
@@ -17,16 +16,17 @@ import dataclasses
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from moe_compiler.errors import LayoutError, SwitchError
-from moe_compiler.expert_blocks import Layout, Move, moves
+from moe_compiler.expert_blocks import Layout, moves
 from moe_compiler.ir import ExpertSpec
 from moe_compiler.runtime.arena_views import Arena, region_view, write_expert
+from moe_compiler.runtime.transfer import Transfer
 
 log = logging.getLogger(__name__)
 
@@ -37,19 +37,23 @@ class SwitchReport:
 
     Attributes:
         source, target: the layouts.
-        done: whether the model is in `target` now.
-        reason: why it is not, or why nothing had to be done; "".
+        done: whether the model is in `target` now; if not, the switch was refused and `source` serves on.
+        reason: why it was refused, or why nothing had to be done; "".
+        way: what moved the bytes: "peer copies" | "all-to-all".
+        way_reason: why it was not peer copies; "".
         num_layers: MoE layers that changed their place.
         crossed_bytes: bytes that came from other ranks.
         local_bytes: bytes that only changed their place on this rank.
         phase_ms: pairs (phase, wall milliseconds): "ready", "experts", "check".
-        link_gbps: the measured link in GB/s a direction that `link_share` compares with; 0.0 for none.
+        link_gbps: what the same way reached at start-up in one large copy, in GB/s; 0.0 where not measured.
     """
 
     source: Layout
     target: Layout
     done: bool
     reason: str = ""
+    way: str = ""
+    way_reason: str = ""
     num_layers: int = 0
     crossed_bytes: int = 0
     local_bytes: int = 0
@@ -69,104 +73,8 @@ class SwitchReport:
 
     @property
     def link_share(self) -> float:
-        """`gbps` as a part of the measured link; 0.0 where none was given."""
+        """`gbps` as a part of the measured link; 0.0 where none was measured."""
         return self.gbps / self.link_gbps if self.link_gbps else 0.0
-
-
-class Peers(Protocol):
-    """The arenas of all ranks, mapped here."""
-
-    def peer(self, rank: int) -> Tensor:
-        """The arena of a rank, uint8."""
-
-    def barrier(self) -> None:
-        """Wait for all ranks; raises when one does not come."""
-
-
-class Transfer(Protocol):
-    """Moves one layer on every rank; when it returns, nobody reads the layer's source any more."""
-
-    def move(self, layer_moves: tuple[Move, ...], source: int, target: int) -> None:
-        """Carry out the moves of a layer whose slots start at these offsets in bytes."""
-
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-
-
-class PeerCopies:
-    """Each rank copies what it will own straight out of the arenas of the others. Nothing is allocated."""
-
-    def __init__(self, arena: Arena, rank: int, peers: Peers) -> None:
-        self._arena, self._rank, self._peers = arena, rank, peers
-
-    def move(self, layer_moves: tuple[Move, ...], source: int, target: int) -> None:
-        """See `Transfer.move`."""
-        for move in layer_moves:
-            if move.dst_rank == self._rank:
-                start = source + move.src_offset
-                into = target + move.dst_offset
-                self._arena.memory[into : into + move.num_bytes].copy_(
-                    self._peers.peer(move.src_rank)[start : start + move.num_bytes]
-                )
-        # The next layer's target may be this layer's source.
-        self._peers.barrier()
-
-    def barrier(self) -> None:
-        """See `Transfer.barrier`."""
-        self._peers.barrier()
-
-
-class Collective:
-    """One all-to-all a layer; what arrives and what leaves lie in buffers that are allocated once.
-
-    Args:
-        arena: the rank's arena.
-        group: the process group; None for the default one.
-    """
-
-    def __init__(self, arena: Arena, group: Any = None) -> None:
-        self._arena, self._group = arena, group
-        self._rank = dist.get_rank(group)
-        size = max(
-            (b.num_bytes(layout) for b in arena.plan.experts for layout in Layout), default=0
-        )
-        self._outgoing = arena.memory.new_empty(size)
-        self._incoming = arena.memory.new_empty(size)
-
-    def move(self, layer_moves: tuple[Move, ...], source: int, target: int) -> None:
-        """See `Transfer.move`."""
-        num_ranks = self._arena.plan.num_ranks
-        memory = self._arena.memory
-        sent, received = [0] * num_ranks, [0] * num_ranks
-        at = 0
-        # Both sides walk the moves in the same order, so the bytes need no labels.
-        for peer in range(num_ranks):
-            for move in layer_moves:
-                if move.src_rank == self._rank and move.dst_rank == peer:
-                    start = source + move.src_offset
-                    self._outgoing[at : at + move.num_bytes].copy_(
-                        memory[start : start + move.num_bytes]
-                    )
-                    at += move.num_bytes
-                    sent[peer] += move.num_bytes
-                if move.dst_rank == self._rank and move.src_rank == peer:
-                    received[peer] += move.num_bytes
-        dist.all_to_all_single(
-            self._incoming[: sum(received)], self._outgoing[:at], received, sent, group=self._group
-        )
-        at = 0
-        for peer in range(num_ranks):
-            for move in layer_moves:
-                if move.dst_rank == self._rank and move.src_rank == peer:
-                    into = target + move.dst_offset
-                    memory[into : into + move.num_bytes].copy_(
-                        self._incoming[at : at + move.num_bytes]
-                    )
-                    at += move.num_bytes
-
-    def barrier(self) -> None:
-        """See `Transfer.barrier`."""
-        dist.barrier(self._group)
 
 
 class LayoutStore:
@@ -177,19 +85,39 @@ class LayoutStore:
         rank: this rank.
         transfer: how layers move.
         layout: the layout that the arena's experts are, or will be, written in.
+        group: the process group; None for the default one.
+        link_gbps: what `measure_link` found; 0.0 for none.
+        absent: why the arena was not planned for a layout.
+        way_reason: why `transfer` is not by peer copies.
     """
 
-    def __init__(self, arena: Arena, rank: int, transfer: Transfer, layout: Layout) -> None:
-        if layout not in arena.plan.layouts:
-            raise LayoutError(_lacks(arena, layout))
+    def __init__(
+        self,
+        arena: Arena,
+        rank: int,
+        transfer: Transfer,
+        layout: Layout,
+        *,
+        group: Any = None,
+        link_gbps: float = 0.0,
+        absent: Mapping[Layout, str] | None = None,
+        way_reason: str = "",
+    ) -> None:
         self.arena = arena
         self.rank = rank
         self._transfer = transfer
         self._layout = layout
+        self._group = group
+        self._link_gbps = link_gbps
+        self._absent = dict(absent or {})
+        self._way_reason = way_reason
         self._torn = ""
+        if layout not in arena.plan.layouts:
+            raise LayoutError(self._lacks(layout))
+        ways = ((Layout.EP, Layout.TP), (Layout.TP, Layout.EP))
         self._moves = {
             target: tuple(moves(b, source, target) for b in arena.plan.experts)
-            for source, target in ((Layout.EP, Layout.TP), (Layout.TP, Layout.EP))
+            for source, target in (ways if len(arena.plan.layouts) > 1 else ())
         }
 
     @property
@@ -221,24 +149,25 @@ class LayoutStore:
         """
         return write_expert(self.arena, self.layout, layer, self.rank, expert, spec, tensors)
 
-    def switch(
-        self, target: Layout, *, check: bool = False, link_gbps: float = 0.0
-    ) -> SwitchReport:
+    def switch(self, target: Layout, *, check: bool = False) -> SwitchReport:
         """Bring all experts into `target`; every rank has to call this.
+
+        A layout that the arena was not planned for is refused in the report, and nothing changes.
 
         Args:
             target: the layout to serve.
             check: compare a sum over every block before and after, on its old and its new owner.
-            link_gbps: the measured link in GB/s a direction, for the report.
 
         Raises:
-            LayoutError: the arena was not planned for `target`.
             SwitchError: a rank did not answer. Before the first byte the old layout still serves; later the
                 store is torn, and the model has to be loaded again.
         """
         source = self.layout
         if target not in self.arena.plan.layouts:
-            raise LayoutError(_lacks(self.arena, target))
+            log.warning("no switch to %s: %s", target, self._lacks(target))
+            return SwitchReport(
+                source=source, target=target, done=False, reason=self._lacks(target)
+            )
         if target is source:
             return SwitchReport(
                 source=source, target=target, done=True, reason=f"the model is in {target} already"
@@ -262,7 +191,12 @@ class LayoutStore:
                 self._compare(before, self._block_sums(target))
         self._layout = target
         self._torn = ""
-        return self._report(source, target, clock, link_gbps)
+        return self._report(source, target, clock)
+
+    def _lacks(self, layout: Layout) -> str:
+        have = ", ".join(self.arena.plan.layouts)
+        reason = self._absent.get(layout, "")
+        return f"the arena was planned for {have} alone" + (f": {reason}" if reason else "")
 
     def _move_layer(self, layer: int, source: Layout, target: Layout) -> None:
         plan = self.arena.plan
@@ -292,19 +226,19 @@ class LayoutStore:
             log.exception("the switch from %s to %s was torn", source, target)
             raise SwitchError(f"{self._torn} Cause: {error}") from error
 
-    def _report(
-        self, source: Layout, target: Layout, clock: _Clock, link_gbps: float
-    ) -> SwitchReport:
+    def _report(self, source: Layout, target: Layout, clock: _Clock) -> SwitchReport:
         mine = [m for layer in self._moves[target] for m in layer if m.dst_rank == self.rank]
         return SwitchReport(
             source=source,
             target=target,
             done=True,
+            way=self._transfer.name,
+            way_reason=self._way_reason,
             num_layers=len(self.arena.plan.experts),
             crossed_bytes=sum(m.num_bytes for m in mine if m.crosses),
             local_bytes=sum(m.num_bytes for m in mine if not m.crosses),
             phase_ms=tuple(clock.ms.items()),
-            link_gbps=link_gbps,
+            link_gbps=self._link_gbps,
         )
 
     def _block_sums(self, layout: Layout) -> Tensor:
@@ -316,16 +250,16 @@ class LayoutStore:
             for region in blocks.regions(layout):
                 view = region_view(blocks, layout, region, layer_bytes).flatten(1)
                 words = view.view(torch.int16).sum(1, dtype=torch.int64)
-                sums = words.new_zeros(blocks.num_experts, blocks.num_ranks)
+                sums = words.new_zeros(blocks.num_experts, blocks.num_blocks)
                 for expert in blocks.owned_experts(layout, self.rank):
-                    for block in range(blocks.num_ranks):
+                    for block in range(blocks.num_blocks):
                         owner, place = blocks.owner(layout, expert, block)
                         if owner == self.rank:
                             sums[expert, block] = words[place]
                 layers.append(sums.flatten())
         total = torch.cat(layers) if layers else torch.zeros(0, dtype=torch.int64)
         if dist.is_initialized():
-            dist.all_reduce(total)
+            dist.all_reduce(total, group=self._group)
         return total
 
     def _compare(self, before: Tensor, after: Tensor) -> None:
@@ -349,8 +283,3 @@ class _Clock:
             yield
         finally:
             self.ms[name] = self.ms.get(name, 0.0) + (time.perf_counter() - start) * 1e3
-
-
-def _lacks(arena: Arena, layout: Layout) -> str:
-    have = ", ".join(arena.plan.layouts)
-    return f"layout {str(layout)!r} was asked for; the arena was planned for {have}"

@@ -13,6 +13,7 @@ import moe_compiler
 from moe_compiler.errors import LayoutError, OptionError, UnsupportedError
 from moe_compiler.expert_blocks import Layout
 from moe_compiler.ir import MoEPlan, RouterSpec, Score
+from moe_compiler.layouts import model_of_parameter
 from moe_compiler.reference import moe_layer
 from moe_compiler.runtime import gathered_layer, op  # noqa: F401  defines the op
 from moe_compiler.runtime.stand_in import stand_in
@@ -118,6 +119,8 @@ def test_a_decode_over_two_ranks(tmp_path: Path, kind: type[nn.Module]) -> None:
         assert found["nan"]
         assert found["layouts"] == ["ep", "tp"]
         assert found["report"].done
+        assert found["report"].way == "peer copies"
+        assert 0 < found["report"].link_share < 10
         assert found["report"].crossed_bytes == found["report"].local_bytes > 0
 
 
@@ -165,23 +168,46 @@ def test_ranks_without_tokens(tmp_path: Path) -> None:
             torch.testing.assert_close(found[step], expected)
 
 
-def only_ep(rank: int, num_ranks: int, folder: Path) -> tuple[str, str]:
-    """Five heads do not go over two ranks."""
-    model = compiled(Layer(q=5, kv=5))
+UNCUT = {
+    "heads": (lambda: Layer(q=5, kv=5), "5 heads"),
+    "expert width": (lambda: Layer(width=9), "I = 9"),
+    "not asked for": (lambda: Layer(), "layouts=('ep',) was asked for"),
+}
+
+
+def only_ep(rank: int, num_ranks: int, folder: Path, name: str) -> dict[str, Any]:
+    build = UNCUT[name][0]
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, H)[rank % 2 :][:1]
+    torch.manual_seed(1)
+    source = build()
+    layouts = ("ep",) if name == "not asked for" else ("ep", "tp")
     with torch.no_grad():
-        model(torch.randn(1, 3, H))
-    with pytest.raises(LayoutError) as raised:
-        moe_compiler.switch(model, "tp")
-    torch._dynamo.reset()
-    with pytest.raises(Exception, match="layout 'tp' cannot be had: 5 heads"), torch.no_grad():
-        compiled(Layer(q=5, kv=5), initial="tp")(torch.randn(1, 3, H))
-    return str(raised.value), moe_compiler.layout(model)
+        found: dict[str, Any] = {"expected": source(x)}
+        model = compiled(source, layouts=layouts)
+        found["before"] = model(x)
+        found["report"] = moe_compiler.switch(model, "tp")
+        found["after"] = model(x)
+        found["layout"] = moe_compiler.layout(model)
+        store = model_of_parameter(source.moe.w13).store
+        found["blocks"] = store.arena.plan.experts[0].num_blocks
+        if "heads" in name:
+            torch._dynamo.reset()
+            with pytest.raises(Exception, match="layout 'tp' cannot be had: 5 heads"):
+                compiled(build(), initial="tp")(x)
+    return found
 
 
-def test_a_model_that_cannot_be_cut_runs_in_ep(tmp_path: Path) -> None:
-    for message, layout in run_ranks(only_ep, 2, tmp_path):
-        assert "planned for ep" in message
-        assert layout == "ep"
+@pytest.mark.parametrize("name", UNCUT)
+def test_a_model_that_cannot_be_cut_runs_in_ep(tmp_path: Path, name: str) -> None:
+    """Experts stay whole then; a switch is refused with the reason, and nothing is lost by that."""
+    for found in run_ranks(only_ep, 4 if "width" in name else 2, tmp_path, name):
+        torch.testing.assert_close(found["before"], found["expected"])
+        assert torch.equal(found["after"], found["before"])
+        assert not found["report"].done
+        assert UNCUT[name][1] in found["report"].reason
+        assert found["layout"] == "ep"
+        assert found["blocks"] == 1
 
 
 def refusals(rank: int, num_ranks: int, folder: Path) -> list[str]:

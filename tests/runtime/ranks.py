@@ -1,4 +1,4 @@
-"""Several ranks on this machine: forked processes with gloo, and arenas that all of them map."""
+"""Several ranks on this machine: forked processes with gloo."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 SECONDS = 60
 
@@ -70,26 +69,3 @@ def _send(pipe: Any, ok: bool, value: Any) -> None:
     buffer = io.BytesIO()
     torch.save((ok, value), buffer)
     pipe.send_bytes(buffer.getvalue())
-
-
-class MappedFiles:
-    """One file a rank, mapped by all; a stand-in for device memory that peers can read."""
-
-    def __init__(self, rank: int, num_ranks: int, folder: Path, num_bytes: int) -> None:
-        path = folder / f"arena-{rank}"
-        with path.open("wb") as file:
-            file.truncate(num_bytes)
-        dist.barrier()
-        self._peers = [
-            torch.from_file(
-                str(folder / f"arena-{r}"), shared=True, size=num_bytes, dtype=torch.uint8
-            )
-            for r in range(num_ranks)
-        ]
-        self.local = self._peers[rank]
-
-    def peer(self, rank: int) -> Tensor:
-        return self._peers[rank]
-
-    def barrier(self) -> None:
-        dist.barrier()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_compiler.arena import ArenaPlan, plan_arena
-from moe_compiler.errors import LayoutError, SwitchError
+from moe_compiler.errors import LayoutError, PeerError, SwitchError
 from moe_compiler.expert_blocks import ExpertBlocks, Layout
 from moe_compiler.ir import (
     ActivationKind,
@@ -24,10 +24,10 @@ from moe_compiler.ir import (
     Score,
 )
 from moe_compiler.reference import expert_tensors, moe_layer
-from moe_compiler.runtime import op_forward
+from moe_compiler.runtime import op_forward, transfer
 from moe_compiler.runtime.arena_views import Arena
-from moe_compiler.runtime.switch import Collective, LayoutStore, PeerCopies
-from tests.runtime.ranks import MappedFiles, run_ranks
+from moe_compiler.runtime.switch import LayoutStore, SwitchReport
+from tests.runtime.ranks import run_ranks
 
 BOTH = (Layout.EP, Layout.TP)
 NUM_LAYERS = 3
@@ -72,12 +72,20 @@ def fill(store: LayoutStore, spec: ExpertSpec, seed: int = 0) -> None:
 
 def new_store(rank: int, num_ranks: int, folder: Path, spec: ExpertSpec, way: str) -> LayoutStore:
     plan = plan_of(spec, num_ranks)
-    if way == "peers":
-        peers = MappedFiles(rank, num_ranks, folder, plan.num_bytes)
-        arena = Arena(plan, peers.local)
-        return LayoutStore(arena, rank, PeerCopies(arena, rank, peers), Layout.EP)
-    arena = Arena(plan, torch.zeros(plan.num_bytes, dtype=torch.uint8))
-    return LayoutStore(arena, rank, Collective(arena), Layout.EP)
+    with pytest.MonkeyPatch.context() as patch:
+        if way == "collective":
+            patch.setattr(transfer, "PeerMemory", several_hosts)
+        memory = transfer.allocate(plan)
+    arena = Arena(plan, memory.local)
+    moved = memory.transfer(arena, rank)
+    link_gbps = transfer.measure_link(moved, plan)
+    return LayoutStore(
+        *(arena, rank, moved, Layout.EP), link_gbps=link_gbps, way_reason=memory.reason
+    )
+
+
+def several_hosts(*_: Any, **__: Any) -> None:
+    raise PeerError("the ranks must run on one machine")
 
 
 def owned(store: LayoutStore, layer: int) -> list[Tensor]:
@@ -192,7 +200,7 @@ def test_switches_are_exact(
         assert found["again"].done
         assert found["again"].crossed_bytes == 0
         assert [str(r.target) for r in found["reports"]] == ["tp", "ep"]
-        assert dict(found["reports"][0].phase_ms).keys() == {"ready", "check", "experts"}
+        check_report(found["reports"][0], way)
     of_layer = sum(t.numel() * 4 for t in model_tensors(spec, 0))
     if not spec.has_b2:
         for turn in range(2):
@@ -202,6 +210,16 @@ def test_switches_are_exact(
     for parts in ("tp_parts", "ep_parts"):
         total = sum(found[parts] for found in ranks)
         torch.testing.assert_close(total, expected)
+
+
+def check_report(report: SwitchReport, way: str) -> None:
+    assert dict(report.phase_ms).keys() == {"ready", "check", "experts"}
+    assert report.way == {"peers": "peer copies", "collective": "all-to-all"}[way]
+    assert report.way_reason == ("" if way == "peers" else "the ranks must run on one machine")
+    assert report.done
+    assert report.link_gbps > 0
+    assert report.link_share == report.gbps / report.link_gbps
+    assert report.gbps > 0 or report.crossed_bytes == 0
 
 
 def expected_output(spec: ExpertSpec) -> Tensor:
@@ -223,8 +241,8 @@ def lose_a_rank(
     store = new_store(rank, num_ranks, folder, spec, way)
     fill(store, spec)
     if rank == 1:
-        transfer: Any = store._transfer
-        move, done = transfer.move, []
+        moved: Any = store._transfer
+        move, done = moved.move, []
 
         def die(*args: Any) -> None:
             if len(done) == moved_layers:
@@ -232,7 +250,7 @@ def lose_a_rank(
             done.append(1)
             move(*args)
 
-        transfer.move = die
+        moved.move = die
         if moved_layers < 0:
             os._exit(1)
     with pytest.raises(SwitchError) as raised:
@@ -253,7 +271,8 @@ def test_a_rank_that_dies_midway_tears_the_switch(tmp_path: Path, way: str) -> N
 
 
 def test_a_rank_that_dies_before_leaves_the_old_layout(tmp_path: Path) -> None:
-    for message, state in run_ranks(lose_a_rank, 4, tmp_path, "peers", -1, lost=(1,))[::2]:
+    ranks = run_ranks(lose_a_rank, 4, tmp_path, "peers", -1, lost=(1,))
+    for message, state in (ranks[0], *ranks[2:]):
         assert "Nothing was moved" in message
         assert state == "ep"
 
@@ -262,15 +281,15 @@ def damage_a_byte(rank: int, num_ranks: int, folder: Path) -> str:
     spec = spec_of()
     store = new_store(rank, num_ranks, folder, spec, "collective")
     fill(store, spec)
-    transfer: Any = store._transfer
-    move = transfer.move
+    moved: Any = store._transfer
+    move = moved.move
 
     def damage(layer_moves: Any, source: int, target: int) -> None:
         move(layer_moves, source, target)
         if rank == 0:
             store.arena.memory[target] ^= 1
 
-    transfer.move = damage
+    moved.move = damage
     with pytest.raises(SwitchError, match="blocks changed their bytes"):
         store.switch(Layout.TP, check=True)
     with pytest.raises(SwitchError, match="Load the model again"):
@@ -280,6 +299,29 @@ def damage_a_byte(rank: int, num_ranks: int, folder: Path) -> str:
 
 def test_a_damaged_byte_is_found_by_the_check(tmp_path: Path) -> None:
     assert run_ranks(damage_a_byte, 2, tmp_path) == ["refused"] * 2
+
+
+def broken_barrier(rank: int, num_ranks: int, folder: Path) -> list[str]:
+    """All ranks live, and one copy fails: every rank refuses from then on."""
+    store = new_store(rank, num_ranks, folder, spec_of(), "peers")
+    fill(store, spec_of())
+    moved: Any = store._transfer
+    if rank == 1:
+        moved.move = lambda *_: 1 / 0
+        moved._peers._timeout_s = 1.0
+    moved._peers._timeout_s = 1.0
+    found = []
+    for _ in range(2):
+        with pytest.raises(SwitchError) as raised:
+            store.switch(Layout.TP)
+        found.append(str(raised.value))
+    return found
+
+
+def test_one_failed_copy_tears_every_rank(tmp_path: Path) -> None:
+    for first, second in run_ranks(broken_barrier, 2, tmp_path):
+        assert "Load the model again" in first
+        assert "was interrupted" in second
 
 
 def allocations(rank: int, num_ranks: int, folder: Path) -> list[int]:
@@ -303,6 +345,9 @@ def test_a_layout_that_was_not_planned_is_refused() -> None:
     arena = Arena(plan, torch.zeros(plan.num_bytes, dtype=torch.uint8))
     with pytest.raises(LayoutError, match="planned for ep"):
         LayoutStore(arena, 0, None, Layout.TP)  # type: ignore[arg-type]
-    store = LayoutStore(arena, 0, None, Layout.EP)  # type: ignore[arg-type]
-    with pytest.raises(LayoutError, match="'tp'"):
-        store.switch(Layout.TP)
+    absent = {Layout.TP: "five heads"}
+    store = LayoutStore(arena, 0, None, Layout.EP, absent=absent)  # type: ignore[arg-type]
+    report = store.switch(Layout.TP)
+    assert not report.done
+    assert report.reason == "the arena was planned for ep alone: five heads"
+    assert store.layout is Layout.EP
