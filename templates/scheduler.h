@@ -44,6 +44,9 @@ struct Problem {
     int num_comm_blocks;  // the paper's c; 0: no dispatch, the load role gathers its rows itself
 };
 
+constexpr int kReturnRows = 16;   // rows that are sent home at once
+constexpr int kReduceTokens = 8;  // tokens that are reduced at once
+
 enum Stage : int { kGemm0 = 0, kGemm1 = 1, kCombine = 2, kStop = 3 };
 
 // What follows from the counts; a few words, broadcast to every block.
@@ -59,7 +62,8 @@ struct Plan {
     int num_combine_tiles;
     int num_tiles;
     int arrivals;
-    int dispatches;  // gemm0 waits for its rows (num_comm_blocks > 0)
+    int return_pieces;  // of a row tile, on its way home
+    int dispatches;     // gemm0 waits for its rows (num_comm_blocks > 0)
 };
 
 // Row tiles of the plan. `row_tile` arrays hold max_row_tiles(problem) entries, `expert` arrays num_experts + 1.
@@ -186,6 +190,7 @@ MOEFLEX_HD Plan build_plan(const Problem& p, const int* counts, const PlanArrays
     plan.num_combine_tiles = p.combine_tokens > 0 ? ceil_div(p.num_tokens, p.combine_tokens) : 0;
     plan.num_tiles = plan.num_gemm_tiles + plan.num_combine_tiles;
     plan.arrivals = p.arrivals;
+    plan.return_pieces = ceil_div(p.heights[0], kReturnRows);
     plan.dispatches = p.num_comm_blocks > 0;
     return plan;
 }
@@ -291,6 +296,11 @@ struct Counters {
     int* gemm0_done;  // [row tiles]
     int* gemm1_done;  // [row tiles]
     int* all_done;    // gemm1 tiles of the whole plan
+    // Of several ranks only: the next arrival, ticket of the steal window, piece on its way home, tokens to reduce.
+    int* dispatched;
+    int* stolen;
+    int* returned;
+    int* reduced;
 };
 
 struct Dependency {
@@ -325,37 +335,44 @@ MOEFLEX_D void publish(const PlanView& v, const Counters& k, Mem& mem, const Til
 }
 
 // ---- control loops -------------------------------------------------------------------------------
-// Mem:  int claim(int*);  void wait_at_least(const int*, int);  void release_add(int*, int);  void proxy_fence();
-// Ops:  what a role does with a tile; see each loop.
+// Mem:  int claim(int*);  bool wait_at_least(const int*, int);  void release_add(int*, int);  void proxy_fence();
+//       A wait that gives false ends its loop: the layer was given up, nothing more may be published.
+// Ops:  what a role does with a tile; see each loop. A loop gives false when a wait did.
+
+template <class Mem>
+MOEFLEX_D bool wait_for(const PlanView& v, const Counters& k, Mem& mem, const Tile& t) {
+    const Dependency d = dependency(v, k, t);
+    return !d.counter || mem.wait_at_least(d.counter, d.need);
+}
 
 // One role per block: load, math and combine in one thread (CPU). Ops: prefetch(tile), run(tile).
 template <class Mem, class Ops>
-MOEFLEX_D void work_loop(const PlanView& v, const Counters& k, Mem& mem, Ops& ops) {
+MOEFLEX_D bool work_loop(const PlanView& v, const Counters& k, Mem& mem, Ops& ops) {
     int seq = mem.claim(k.claim);
     while (seq < v.plan.num_tiles) {
         const Tile t = decode(v, seq);
         seq = mem.claim(k.claim);
         ops.prefetch(decode(v, seq));
-        const Dependency d = dependency(v, k, t);
-        if (d.counter) mem.wait_at_least(d.counter, d.need);
+        if (!wait_for(v, k, mem, t)) return false;
         ops.run(t);
         publish(v, k, mem, t);
     }
+    return true;
 }
 
 // The load role of a block. Ring: push(seq). Ops: preload(tile) - operands that need no wait (weights) -, then load(tile),
 // which must hand every tile over to the math role, combine tiles too: only this role waits for the dependency.
 template <class Mem, class Ring, class Ops>
-MOEFLEX_D void load_loop(const PlanView& v, const Counters& k, Mem& mem, Ring& ring, Ops& ops) {
+MOEFLEX_D bool load_loop(const PlanView& v, const Counters& k, Mem& mem, Ring& ring, Ops& ops) {
     for (;;) {
         const int seq = mem.claim(k.claim);
         ring.push(seq);
         const Tile t = decode(v, seq);
-        if (t.stage == kStop) break;
+        if (t.stage == kStop) return true;
         ops.preload(t);
         const Dependency d = dependency(v, k, t);
         if (d.counter) {
-            mem.wait_at_least(d.counter, d.need);
+            if (!mem.wait_at_least(d.counter, d.need)) return false;
             mem.proxy_fence();  // generic to async proxy, in the block that issues the bulk load
         }
         ops.load(t);
@@ -373,44 +390,71 @@ MOEFLEX_D void math_loop(const PlanView& v, const Counters& k, Mem& mem, Ring& r
     }
 }
 
-// Comm role, part 1: rows in the order in which chunks need them. Unit `unit` of `units` (a warp, a thread).
-// Ops: pull(row) - the row is written on return -.
+// ---- several ranks -------------------------------------------------------------------------------
+// A block communicates or computes first, and does what is left of the returns and the sums at last: so the tail
+// belongs to all blocks. Units are claimed in order, whoever comes.
+
+// Tokens that arrive, in the order in which row tiles need them. Ops: num_arrivals(); pull(i) - all rows of the token
+// are readable on return -; first_row(i), next_row(row) - below zero after the last -; tile_of_row(row).
 template <class Mem, class Ops>
-MOEFLEX_D void dispatch_loop(const PlanView& v, const Counters& k, Mem& mem, Ops& ops, int unit,
-                             int units) {
-    int skip = unit;  // rows before this unit's next one
-    for (int b = 0; b < v.plan.num_row_tiles; ++b) {
-        const int rows = v.tile_rows[b];
-        for (; skip < rows; skip += units) {
-            ops.pull(v.tile_row[b] + skip);
-            mem.release_add(k.ready + b, 1);
+MOEFLEX_D void dispatch_loop(const Counters& k, Mem& mem, Ops& ops) {
+    for (int i; (i = mem.claim(k.dispatched)) < ops.num_arrivals();) {
+        ops.pull(i);
+        for (int row = ops.first_row(i); row >= 0; row = ops.next_row(row))
+            mem.release_add(k.ready + ops.tile_of_row(row), 1);
+    }
+}
+
+// The steal window: `num_tiles` tiles for the communicating blocks together. A tile is claimed only by who computes it.
+template <class Mem, class Ops>
+MOEFLEX_D bool steal_loop(const PlanView& v, const Counters& k, Mem& mem, Ops& ops, int num_tiles) {
+    while (mem.claim(k.stolen) < num_tiles) {
+        const Tile t = decode(v, mem.claim(k.claim));
+        if (t.stage == kStop) return true;
+        if (!wait_for(v, k, mem, t)) return false;
+        ops.run(t);
+        publish(v, k, mem, t);
+    }
+    return true;
+}
+
+// Finished rows to their home ranks, in chunk order. Ops: push(row) - ends with a release-add of one on the home rank's
+// counter of that token -.
+template <class Mem, class Ops>
+MOEFLEX_D bool return_loop(const PlanView& v, const Counters& k, Mem& mem, Ops& ops) {
+    for (;;) {
+        const int unit = mem.claim(k.returned), b = unit / v.plan.return_pieces;
+        if (b >= v.plan.num_row_tiles) return true;
+        const int first = unit % v.plan.return_pieces * kReturnRows;
+        const int last = min_int(first + kReturnRows, v.tile_rows[b]);
+        if (first >= last) continue;
+        if (!mem.wait_at_least(k.gemm1_done + b, v.plan.num_cols1 * v.plan.arrivals)) return false;
+        for (int row = first; row < last; ++row) ops.push(v.tile_row[b] + row);
+    }
+}
+
+// The weighted sums of this rank's own tokens, over k in order. Ops: home_counter(token), num_routes(token) - valid
+// routes only -, reduce(token).
+template <class Mem, class Ops>
+MOEFLEX_D bool reduce_loop(const Counters& k, Mem& mem, Ops& ops, int num_tokens) {
+    for (int first; (first = mem.claim(k.reduced) * kReduceTokens) < num_tokens;)
+        for (int t = first; t < min_int(first + kReduceTokens, num_tokens); ++t) {
+            if (!mem.wait_at_least(ops.home_counter(t), ops.num_routes(t))) return false;
+            ops.reduce(t);
         }
-        skip -= rows;
-    }
+    return true;
 }
 
-// Part 2: finished rows to their home ranks, in chunk order. Ops: push(row) - ends with a release-add on the home
-// rank's counter of that token -.
+// What a block that communicates does before the tail. With no block left that only computes, the window is the plan.
 template <class Mem, class Ops>
-MOEFLEX_D void return_loop(const PlanView& v, const Counters& k, Mem& mem, Ops& ops, int unit,
-                           int units) {
-    int skip = unit;
-    for (int b = 0; b < v.plan.num_row_tiles; ++b) {
-        const int rows = v.tile_rows[b];
-        if (skip < rows) mem.wait_at_least(k.gemm1_done + b, v.plan.num_cols1 * v.plan.arrivals);
-        for (; skip < rows; skip += units) ops.push(v.tile_row[b] + skip);
-        skip -= rows;
-    }
+MOEFLEX_D bool comm_loop(const PlanView& v, const Counters& k, Mem& mem, Ops& ops,
+                         int num_steal_tiles, bool all_communicate) {
+    dispatch_loop(k, mem, ops);
+    return steal_loop(v, k, mem, ops, all_communicate ? v.plan.num_gemm_tiles : num_steal_tiles);
 }
-
-// Part 3: the weighted sum of this rank's own tokens, over k in order. Ops: home_counter(token), num_routes(token)
-// - valid routes only -, reduce(token).
 template <class Mem, class Ops>
-MOEFLEX_D void reduce_loop(Mem& mem, Ops& ops, int unit, int units, int num_tokens) {
-    for (int t = unit; t < num_tokens; t += units) {
-        mem.wait_at_least(ops.home_counter(t), ops.num_routes(t));
-        ops.reduce(t);
-    }
+MOEFLEX_D bool tail_loop(const PlanView& v, const Counters& k, Mem& mem, Ops& ops, int num_tokens) {
+    return return_loop(v, k, mem, ops) && reduce_loop(k, mem, ops, num_tokens);
 }
 
 }  // namespace moeflex

@@ -21,7 +21,7 @@ constexpr int kCombineTokens = 8;
 
 struct ThreadMem {
     int claim(int* p) { return __atomic_fetch_add(p, 1, __ATOMIC_RELAXED); }
-    void wait_at_least(const int* p, int need) {
+    bool wait_at_least(const int* p, int need) {
         for (int spins = 0; __atomic_load_n(p, __ATOMIC_ACQUIRE) < need; ++spins) {
             if (spins > 256) sched_yield();
 #if MOEFLEX_ISA > 0
@@ -29,6 +29,7 @@ struct ThreadMem {
                 _mm_pause();
 #endif
         }
+        return true;
     }
     void release_add(int* p, int v) { __atomic_fetch_add(p, v, __ATOMIC_RELEASE); }
 };
