@@ -1,23 +1,13 @@
 // One MoE layer on CPU threads, driven by scheduler.h: sort the routes, gate/up and activation, down, weighted sum.
 //
-// Threads stand in the place of SMs: each claims tiles in order and waits on counters. Every sum has a fixed order
-// (steps in order inside a chain, routes in the order of k), so two runs give equal bytes for any number of threads.
-// Experts with up to args.direct_rows rows take the direct form (weights streamed once, nothing copied); the panel
-// form gives a token the same bytes in every batch.
+// Threads stand in the place of SMs: each claims tiles in order and waits on counters.
 #pragma once
 #include <sched.h>
 #include <cerrno>
 
-#include "../scheduler.h"
-#include "activation.h"
-#include "gemm.h"
+#include "worker.h"
 
 namespace moeflex {
-
-enum class WeightPosition { output, hidden, input };
-
-constexpr int kTileRows = 256;
-constexpr int kCombineTokens = 8;
 
 struct ThreadMem {
     int claim(int* p) { return __atomic_fetch_add(p, 1, __ATOMIC_RELAXED); }
@@ -34,112 +24,23 @@ struct ThreadMem {
     void release_add(int* p, int v) { __atomic_fetch_add(p, v, __ATOMIC_RELEASE); }
 };
 
-inline long id_at(const MoeflexArgs& a, long token, long slot) {
-    const long i = token * a.ids_token_stride + slot * a.ids_slot_stride;
-    switch (a.ids_bytes * 2 + (a.ids_signed != 0)) {
-        case 17: return ((const int64_t*)a.ids)[i];
-        case 16: {
-            const uint64_t v = ((const uint64_t*)a.ids)[i];
-            return v > INT64_MAX ? -1 : (long)v;
-        }
-        case 9: return ((const int32_t*)a.ids)[i];
-        case 8: return ((const uint32_t*)a.ids)[i];
-        case 5: return ((const int16_t*)a.ids)[i];
-        case 4: return ((const uint16_t*)a.ids)[i];
-        case 3: return ((const int8_t*)a.ids)[i];
-        default: return ((const uint8_t*)a.ids)[i];
-    }
-}
-
-template <class To>
-inline To float_at(const void* p, int dtype, long i) {
-    switch (dtype) {
-        case kMoeflexBf16: return to_float(((const bf16*)p)[i]);
-        case kMoeflexFp16: return to_float(((const fp16*)p)[i]);
-        case kMoeflexFp32: return ((const float*)p)[i];
-        default: return (To)((const double*)p)[i];
-    }
-}
-
-// Steps over n elements in vectors of fp32, or one by one in fp64.
-inline constexpr int step_of(float) {
-    return kLanes;
-}
-inline constexpr int step_of(double) {
-    return 1;
-}
-inline VecF read(const float* p) {
-    return load(p);
-}
-inline double read(const double* p) {
-    return *p;
-}
-
-// The nearest values of type T.
-template <class T>
-inline VecF rounded(VecF value) {
-    T nearest[kLanes];
-    store(nearest, value);
-    return load(nearest);
-}
-template <class T>
-inline double rounded(double value) {
-    T nearest;
-    convert(&value, &nearest, 1);
-    return to_float(nearest);
-}
-template <class T>
-inline void write(T* p, VecF v, long n) {
-    if (n >= kLanes)
-        store(p, v);
-    else
-        store_first(p, v, n);
-}
-template <class T>
-inline void write(T* p, double v, long) {
-    convert(&v, p, 1);
-}
-
 template <class Config>
-struct Layer {
-    typedef typename Config::Kind Kind;
-    typedef typename Kind::Element Element;
-    typedef typename Kind::Word Word;
-    typedef typename Kind::Sum Sum;
-    static constexpr int kCols0 = Config::gated ? kPanelLanes / 2 : kPanelLanes,
-                         kCols1 = kPanelLanes;
-    static constexpr bool kInput = Config::position == WeightPosition::input;
+struct Layer : LayerBase<Config> {
+    typedef LayerBase<Config> Base;
+    typedef typename Base::Kind Kind;
+    typedef typename Base::Element Element;
+    typedef typename Base::Sum Sum;
+    typedef typename Base::Scratch Scratch;
+    using Base::args, Base::view, Base::by_route, Base::pitch_h, Base::H, Base::E;
 
-    const MoeflexArgs& args;
-    const long H, I, E;
-    const long pitch_h, pitch_i;  // elements from row to row of `staged` and of `hidden`
-    const bool by_route;          // x is staged one row a route, sorted by expert
-    PlanView view = {};
-    Counters counters = {};
     int* row_of_route = nullptr;  // [T*K], -1 where the id is invalid
     int* route_of_row = nullptr;  // [rows]
     Sum* weights = nullptr;       // [T*K]
     Element* staged =
         nullptr;  // x where it cannot be read in place: [T] rows, or one a route (position input); or null
-    Element* hidden = nullptr;  // [rows][pitch_i]
-    Sum* parts = nullptr;       // [T*K][H], by route
-    char* scratch = nullptr;    // one a worker
+    Sum* parts = nullptr;  // [T*K][H], by route
 
-    struct Scratch {
-        alignas(64) Word panel[(long)kPanelLanes * kMaxSteps];
-        alignas(64) Sum sums[(long)kTileRows * kPanelLanes];
-        alignas(64) Sum bias[kPanelLanes];
-        const Element* rows[kTileRows];
-    };
-
-    explicit Layer(const MoeflexArgs& a)
-        : args(a),
-          H(a.hidden),
-          I(a.intermediate),
-          E(a.num_experts),
-          pitch_h((H + 63) / 64 * 64),
-          pitch_i((I + 63) / 64 * 64),
-          by_route(kInput || (Kind::kHasTiles && a.num_tokens > a.direct_rows)) {}
+    explicit Layer(const MoeflexArgs& a) : Base(a, a.num_tokens) {}
 
     // Rows of x are read in place unless they must be converted, weighted or padded to whole words, or lie one behind
     // the other for the tiles.
@@ -175,21 +76,9 @@ struct Layer {
     void stage_row(long row) {
         const long route = by_route ? route_of_row[row] : 0,
                    token = by_route ? route / args.top_k : row;
-        Element* to = staged + row * pitch_h;
-        const auto* from = (const typename Config::X*)args.x + token * args.x_token_stride;
-        if (args.x_hidden_stride == 1 && !kInput) {
-            convert(from, to, H);
-        } else {
-            for (long h = 0; h < H; h += 64) {
-                Sum part[64];
-                const long n = H - h < 64 ? H - h : 64;
-                for (long j = 0; j < n; ++j)
-                    part[j] = to_float(from[(h + j) * args.x_hidden_stride]) *
-                              (kInput ? weights[route] : Sum(1));
-                convert(part, to + h, n);
-            }
-        }
-        if (H % Kind::kPair) std::memset(to + H, 0, sizeof(Element));
+        this->stage((const typename Config::X*)args.x + token * args.x_token_stride,
+                    args.x_hidden_stride, Base::kInput ? weights[route] : Sum(1),
+                    staged + row * pitch_h);
     }
 
     const Element* row_of_x(long row) const {
@@ -198,233 +87,12 @@ struct Layer {
         return staged ? staged + token * pitch_h
                       : (const Element*)args.x + token * args.x_token_stride;
     }
-
-    // ---- tiles
-    struct Worker {
-        Layer& layer;
-        Scratch& s;
-        const long H, I;
-        Prefetch ahead = {};
-
-        Worker(Layer& l, Scratch& scratch) : layer(l), s(scratch), H(l.H), I(l.I) {}
-
-        bool direct(const MoeflexMatrix& m, int rows) const {
-            return Kind::kHasDirect && m.in_stride == 1 && rows <= layer.args.direct_rows;
-        }
-
-        static Walk walk(const MoeflexMatrix& m, size_t size, long first, long cols, long ks) {
-            Walk w;
-            const bool rows_are_outputs = m.in_stride == 1;
-            w.line = (const char*)m.data + first * m.out_stride * (long)size;
-            w.row_bytes = (rows_are_outputs ? m.out_stride : m.in_stride) * (long)size;
-            w.rows = (int)(rows_are_outputs ? cols : ks);
-            w.lines_per_row = (int)(((rows_are_outputs ? ks : cols) * (long)size + 63) / 64);
-            if (!rows_are_outputs && m.out_stride != 1) w.rows = 0;
-            return w;
-        }
-
-        void prefetch(const Tile& t) {
-            const MoeflexArgs& a = layer.args;
-            ahead = Prefetch{};
-            if (t.stage == kGemm0) {
-                const long first = (long)t.col * kCols0, cols = min_int(kCols0, (int)(I - first));
-                ahead.walks[0] =
-                    walk(a.gate[t.expert], sizeof(typename Config::W13), first, cols, H);
-                if (Config::gated)
-                    ahead.walks[1] =
-                        walk(a.up[t.expert], sizeof(typename Config::W13), first, cols, H);
-            } else if (t.stage == kGemm1) {
-                const long first = (long)t.col * kCols1, cols = min_int(kCols1, (int)(H - first));
-                ahead.walks[0] =
-                    walk(a.down[t.expert], sizeof(typename Config::W2), first, cols, I);
-            }
-        }
-
-        void run(const Tile& t) {
-            if (t.stage == kGemm0)
-                gemm0(t);
-            else if (t.stage == kGemm1)
-                gemm1(t);
-            else
-                combine(t);
-        }
-
-        // Spread what is left of `ahead` over the register tiles of this tile.
-        void pace(int rows, long ks) {
-            const long stretches = num_stretches<Kind>(rows, (ks + Kind::kPair - 1) / Kind::kPair);
-            ahead.per_stretch = (int)((ahead.num_lines() + stretches - 1) / stretches);
-        }
-
-        template <class Pack>
-        void through_panels(int rows, long ks, Pack pack) {
-            pace(rows, ks);
-            const long block = (long)kMaxSteps * Kind::kPair;
-            for (long k = 0; k < ks; k += block) {
-                const long n = ks - k < block ? ks - k : block;
-                pack(k, n);
-                multiply_panel<Kind>(s.rows, rows, k / Kind::kPair, s.panel,
-                                     (n + Kind::kPair - 1) / Kind::kPair, s.sums, k > 0, ahead);
-            }
-        }
-
-        void load_bias(const MoeflexMatrix* bias, int dtype, int expert, long first, long limit,
-                       int lane, int lanes) {
-            if (!bias) return;
-            const MoeflexMatrix& b = bias[expert];
-            for (int j = 0; j < lanes; ++j)
-                s.bias[lane + j] = first + j < limit
-                                       ? float_at<Sum>(b.data, dtype, (first + j) * b.out_stride)
-                                       : Sum(0);
-        }
-
-        void gemm0(const Tile& t) {
-            typedef typename Config::W13 T;
-            const MoeflexArgs& a = layer.args;
-            const int rows = layer.view.tile_rows[t.row_tile];
-            const long row0 = layer.view.tile_row[t.row_tile], first = (long)t.col * kCols0;
-            for (int m = 0; m < rows; ++m) s.rows[m] = layer.row_of_x(row0 + m);
-            const MoeflexMatrix& gate = a.gate[t.expert];
-            // Gate and up that alternate along a contiguous axis are read as one stripe and come out alternating.
-            bool alternate = false;
-            MoeflexMatrix stripe = gate;
-            if constexpr (Config::gated) {
-                alternate = a.up_interleaved && gate.in_stride != 1 && gate.out_stride == 2;
-                if (alternate) {
-                    stripe.data = a.up_interleaved > 0 ? gate.data : a.up[t.expert].data;
-                    stripe.out_stride = 1;
-                }
-            }
-            if (direct(gate, rows)) {
-                if constexpr (Kind::kHasDirect) {
-                    multiply_direct<Kind, T>(s.rows, rows, gate, first, I, H, s.sums, 0, kCols0,
-                                             ahead);
-                    if constexpr (Config::gated)
-                        multiply_direct<Kind, T>(s.rows, rows, a.up[t.expert], first, I, H, s.sums,
-                                                 kCols0, kCols0, ahead);
-                }
-            } else {
-                through_panels(rows, H, [&](long k, long n) {
-                    if (alternate) {
-                        pack_lanes<Kind, T>(stripe, 2 * first, 2 * I, k, n, s.panel, 0,
-                                            kPanelLanes);
-                    } else {
-                        pack_lanes<Kind, T>(gate, first, I, k, n, s.panel, 0, kCols0);
-                        if constexpr (Config::gated)
-                            pack_lanes<Kind, T>(a.up[t.expert], first, I, k, n, s.panel, kCols0,
-                                                kCols0);
-                    }
-                });
-            }
-            load_bias(a.gate_bias, a.bias13_dtype, t.expert, first, I, 0, kCols0);
-            if constexpr (Config::gated)
-                load_bias(a.up_bias, a.bias13_dtype, t.expert, first, I, kCols0, kCols0);
-            const long cols = I - first < kCols0 ? I - first : kCols0;
-            for (int m = 0; m < rows; ++m) {
-                Sum* sums = s.sums + (long)m * kPanelLanes;
-                if (alternate) split_pairs(sums, a.up_interleaved < 0);
-                finish_hidden(sums, cols, layer.hidden + (row0 + m) * layer.pitch_i + first,
-                              layer.weights[layer.route_of_row[row0 + m]]);
-                if (I % Kind::kPair && first + cols == I)
-                    std::memset(layer.hidden + (row0 + m) * layer.pitch_i + I, 0, sizeof(Element));
-            }
-        }
-
-        static void split_pairs(Sum* sums, bool up_first) {
-            Sum both[kPanelLanes];
-            std::memcpy(both, sums, sizeof both);
-            for (int j = 0; j < kPanelLanes / 2; ++j) {
-                sums[j] = both[2 * j + up_first];
-                sums[kPanelLanes / 2 + j] = both[2 * j + !up_first];
-            }
-        }
-
-        void finish_hidden(const Sum* sums, long cols, Element* out, Sum weight) {
-            constexpr int kStep = step_of(Sum());
-            for (long j = 0; j < cols; j += kStep) {
-                auto value = read(sums + j);
-                if (layer.args.gate_bias) value = value + read(s.bias + j);
-                value = gemm_result<typename Config::W13>(value);
-                if constexpr (Config::gated) {
-                    auto up = read(sums + kCols0 + j);
-                    if (layer.args.up_bias) up = up + read(s.bias + kCols0 + j);
-                    up = gemm_result<typename Config::W13>(up);
-                    value = activate<Config>(value, up);
-                } else {
-                    value = activate<Config>(value);
-                }
-                if (Config::position == WeightPosition::hidden) value = value * weight;
-                write(out + j, gemm_result<typename Config::W2>(value), cols - j);
-            }
-        }
-
-        // Rounded to the dtype of the weights where the plan asks for it.
-        template <class T, class V>
-        static V gemm_result(V value) {
-            if constexpr (Config::round_gemms) return rounded<T>(value);
-            return value;
-        }
-
-        void gemm1(const Tile& t) {
-            typedef typename Config::W2 T;
-            const MoeflexArgs& a = layer.args;
-            const int rows = layer.view.tile_rows[t.row_tile];
-            const long row0 = layer.view.tile_row[t.row_tile], first = (long)t.col * kCols1;
-            for (int m = 0; m < rows; ++m) s.rows[m] = layer.hidden + (row0 + m) * layer.pitch_i;
-            const MoeflexMatrix& down = a.down[t.expert];
-            if (direct(down, rows)) {
-                if constexpr (Kind::kHasDirect)
-                    multiply_direct<Kind, T>(s.rows, rows, down, first, H, I, s.sums, 0, kCols1,
-                                             ahead);
-            } else {
-                through_panels(rows, I, [&](long k, long n) {
-                    pack_lanes<Kind, T>(down, first, H, k, n, s.panel, 0, kCols1);
-                });
-            }
-            load_bias(a.down_bias, a.bias2_dtype, t.expert, first, H, 0, kCols1);
-            const long cols = H - first < kCols1 ? H - first : kCols1;
-            constexpr int kStep = step_of(Sum());
-            for (int m = 0; m < rows; ++m) {
-                const Sum* sums = s.sums + (long)m * kPanelLanes;
-                Sum* out = layer.parts + (long)layer.route_of_row[row0 + m] * H + first;
-                for (long j = 0; j < cols; j += kStep) {
-                    auto value = read(sums + j);
-                    if (a.down_bias) value = value + read(s.bias + j);
-                    write(out + j, gemm_result<T>(value), cols - j);
-                }
-            }
-        }
-
-        // Tokens [8 * col, ...): the weighted sum over k in order.
-        void combine(const Tile& t) {
-            const MoeflexArgs& a = layer.args;
-            const long first = (long)t.col * kCombineTokens;
-            const long last =
-                first + kCombineTokens < a.num_tokens ? first + kCombineTokens : a.num_tokens;
-            constexpr int kStep = step_of(Sum());
-            for (long token = first; token < last; ++token) {
-                auto* out = (typename Config::Out*)a.out + token * H;
-                for (long h = 0; h < H; h += kStep) {
-                    auto total = zero(read(s.sums));
-                    bool none = true;
-                    for (long k = 0; k < a.top_k; ++k) {
-                        const long route = token * a.top_k + k;
-                        if (layer.row_of_route[route] < 0) continue;
-                        const Sum* part = layer.parts + route * H + h;
-                        auto value = H - h >= kStep ? read(part) : read_tail(part, H - h);
-                        if (Config::position == WeightPosition::output)
-                            value = value * layer.weights[route];
-                        total = none ? value : total + value;
-                        none = false;
-                    }
-                    write(out + h, total, H - h);
-                }
-            }
-        }
-        static VecF read_tail(const float* p, long n) { return load_first(p, n); }
-        static double read_tail(const double* p, long) { return *p; }
-        static VecF zero(VecF) { return VecF{}; }
-        static double zero(double) { return 0; }
-    };
+    Sum weight_of_row(long row) const { return weights[route_of_row[row]]; }
+    Sum* result_of_row(long row) const { return parts + (long)route_of_row[row] * H; }
+    const Sum* part_of_route(long route) const {
+        return row_of_route[route] < 0 ? nullptr : parts + route * H;
+    }
+    Sum weight_of_route(long route) const { return weights[route]; }
 
     // ---- drive
     struct Context {
@@ -447,7 +115,7 @@ struct Layer {
     static void work_body(int worker, void* context) {
         Layer& layer = *((Context*)context)->layer;
         ThreadMem mem;
-        Worker ops(layer, *(Scratch*)(layer.scratch + worker * sizeof(Scratch)));
+        Worker<Layer> ops(layer, *(Scratch*)(layer.scratch + worker * sizeof(Scratch)));
         work_loop(layer.view, layer.counters, mem, ops);
     }
 
@@ -457,25 +125,10 @@ struct Layer {
         if (Kind::kHasTiles && !tiles_permitted()) return EOPNOTSUPP;
 #endif
         Layer layer(args);
-        const long H = layer.H, I = layer.I, E = layer.E, routes = args.num_tokens * args.top_k;
-        if (routes > (1l << 29) ||
-            routes * ((I + kCols0 - 1) / kCols0 + (H + kCols1 - 1) / kCols1) > (1l << 30))
-            return E2BIG;
-        Problem p = {};
-        p.num_tokens = (int)args.num_tokens;
-        p.top_k = (int)args.top_k;
-        p.num_experts = (int)E;
-        p.hidden = (int)H;
-        p.intermediate = (int)I;
-        p.num_heights = 1;
-        p.heights[0] = kTileRows;
-        p.row_align = 1;
-        p.gemm0_cols = kCols0;
-        p.gemm1_cols = kCols1;
+        const long H = layer.H, E = layer.E, routes = args.num_tokens * args.top_k;
+        if (!layer.fits(routes)) return E2BIG;
+        Problem p = layer.problem(args.num_tokens, args.top_k);
         p.combine_tokens = kCombineTokens;
-        p.arrivals = 1;
-        p.world = 1;
-        p.num_blocks = args.num_threads;
         const bool stage = layer.must_stage();
         const long tiles = max_row_tiles(p),
                    staged_rows = layer.by_route ? routes : args.num_tokens;
