@@ -113,8 +113,9 @@ def measure(model_type: str, backend: str, caches: Path) -> dict[str, Any]:
     Raises:
         RuntimeError: the process failed; its last output is in the message.
     """
-    env = {
-        **os.environ,
+    # Python compiles our sources in the cold process only, as it has done torch's.
+    env = {name: v for name, v in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    env |= {
         "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
         "MOEFLEX_CACHE_DIR": str(caches / "moeflex"),
         "HF_HUB_OFFLINE": "1",

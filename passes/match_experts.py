@@ -220,41 +220,52 @@ def _layouts(
 def _match_activation(
     seen: Tensor, gate: Tensor, up: Tensor | None, constants: Sequence[float]
 ) -> ActivationSpec | None:
-    # a few points rule out almost every candidate
+    """The first candidate whose values are those that were seen."""
+    limits = sorted({abs(c) for c in constants if 0 < abs(c) < 1e6})[:6]
+    gates = _gate_sides(limits)
+    ups = [gates[0]] if up is None else _up_sides(limits)
+    # a few points rule out almost every pair of a gate's side and an up side, all pairs at once
     few = slice(0, 1), slice(0, 24)
-    few_up = None if up is None else up[few]
-    for candidate in _activation_candidates(up is not None, constants):
-        if (
-            relative_error(activate(candidate, gate[few], few_up), seen[few]) < TOLERANCE
-            and relative_error(activate(candidate, gate, up), seen) < TOLERANCE
-        ):
+    values = torch.stack([activate(side, gate[few], None) for side in gates])[:, None]
+    if up is not None:
+        ones = torch.ones_like(up[few])
+        values = values * torch.stack([activate(side, ones, up[few]) for side in ups])
+    errors = (values - seen[few]).abs().amax((-2, -1))  # [len(gates), len(ups)]
+    for i, j in (errors <= TOLERANCE * seen[few].abs().max()).nonzero().tolist():
+        candidate: ActivationSpec = dataclasses.replace(
+            gates[i], up_min=ups[j].up_min, up_max=ups[j].up_max, up_shift=ups[j].up_shift
+        )
+        if relative_error(activate(candidate, gate, up), seen) < TOLERANCE:
             return candidate
     return None
 
 
-def _activation_candidates(gated: bool, constants: Sequence[float]) -> Iterator[ActivationSpec]:
-    for kind in ActivationKind:
-        yield ActivationSpec(kind=kind)
-    limits = sorted({abs(c) for c in constants if 0 < abs(c) < 1e6})[:6]
-    if not limits:
-        return
+def _clamps(limits: Sequence[float]) -> list[tuple[float, float]]:
     infinity = float("inf")
-    clamps = [(-infinity, infinity)]
-    clamps += [pair for c in limits for pair in ((-infinity, c), (-c, c), (-c, infinity))]
-    up_clamps = clamps if gated else clamps[:1]
-    shifts = [0.0, *limits] if gated else [0.0]
+    return [
+        (-infinity, infinity),
+        *(pair for c in limits for pair in ((-infinity, c), (-c, c), (-c, infinity))),
+    ]
+
+
+def _gate_sides(limits: Sequence[float]) -> list[ActivationSpec]:
+    """Every function of the gate, with every slope and clamp."""
+    sides = []
     for kind in ActivationKind:
         slopes = [1.0, *(c for c in limits if c != 1.0)] if kind is ActivationKind.SILU else [1.0]
-        for slope, gate, up, shift in itertools.product(slopes, clamps, up_clamps, shifts):
-            yield ActivationSpec(
-                kind=kind,
-                alpha=slope,
-                gate_min=gate[0],
-                gate_max=gate[1],
-                up_min=up[0],
-                up_max=up[1],
-                up_shift=shift,
-            )
+        sides += [
+            ActivationSpec(kind=kind, alpha=slope, gate_min=low, gate_max=high)
+            for slope, (low, high) in itertools.product(slopes, _clamps(limits))
+        ]
+    return sides
+
+
+def _up_sides(limits: Sequence[float]) -> list[ActivationSpec]:
+    """Every clamp and shift of the up projection; the gate as it is."""
+    return [
+        ActivationSpec(kind=ActivationKind.IDENTITY, up_min=low, up_max=high, up_shift=shift)
+        for (low, high), shift in itertools.product(_clamps(limits), [0.0, *limits])
+    ]
 
 
 def _find_position(

@@ -105,11 +105,12 @@ def runnable_isas() -> tuple[Isa, ...]:
     Raises:
         ToolchainError: there is no compiler.
     """
-    compiler, features = toolchain.find_compiler(), toolchain.cpu_features()
-    return tuple(
-        isa
-        for isa in Isa
-        if features >= _ISA_FEATURES[isa] and toolchain.accepts(compiler, _ISA_FLAGS[isa])
+    return tuple(isa for isa in Isa if _runs(isa))
+
+
+def _runs(isa: Isa) -> bool:
+    return toolchain.cpu_features() >= _ISA_FEATURES[isa] and toolchain.accepts(
+        toolchain.find_compiler(), _ISA_FLAGS[isa]
     )
 
 
@@ -120,10 +121,11 @@ def isa() -> str:
         ToolchainError: there is no compiler.
         OptionError: `MOEFLEX_CPU_ISA` names one that cannot run here.
     """
-    runnable = runnable_isas()
     wanted = settings.parse(os.environ).cpu_isa
     if wanted == "auto":
-        return runnable[-1].value
+        # From the widest on: every question is a process of the compiler.
+        return next(isa.value for isa in reversed(Isa) if _runs(isa))
+    runnable = runnable_isas()
     if wanted not in [one.value for one in runnable]:
         raise OptionError(
             f"MOEFLEX_CPU_ISA={wanted} cannot run on this CPU with this compiler; it runs "
