@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import logging
 import os
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +15,48 @@ from torch import fx
 
 from moe_compiler.errors import ToolchainError
 from moe_compiler.options import Options, inductor_patches
+
+log = logging.getLogger(__name__)
+
+
+def start_probe(options: Options) -> None:
+    """Let Inductor find out in the background what C++ this CPU runs, unless it knows already.
+
+    Inductor asks the compiler and a process for each instruction set, once a process, when it needs
+    the first answer: 1.3 s of waiting, cold or warm. `compile_graph` waits for the answers.
+    """
+    if not any(name.startswith("cpp.") for name in inductor_patches(options)):
+        _probe()
+
+
+@functools.cache
+def _probe() -> threading.Thread | None:
+    # What the thread uses is imported here: two threads that import the same modules may meet
+    # half-made ones.
+    from torch._inductor import codecache, cpp_builder, cpu_vec_isa  # noqa: F401
+
+    ask = getattr(cpu_vec_isa, "valid_vec_isa_list", None)
+    if ask is None:
+        return None
+
+    def run() -> None:
+        try:
+            ask()
+        except Exception:
+            log.debug("the probe of the CPU failed; Inductor will ask again", exc_info=True)
+
+    thread = threading.Thread(target=run, name="moeflex-probe", daemon=True)
+    thread.start()
+    return thread
+
+
+def _wait_for_probe() -> None:
+    if _probe.cache_info().currsize and (thread := _probe()) is not None:
+        thread.join()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_probe.cache_clear)
 
 
 def compile_graph(
@@ -32,6 +76,7 @@ def compile_graph(
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
+    _wait_for_probe()
     inner: Callable[..., Any] = compile_fx_inner
     with contextlib.ExitStack() as stack:
         tag = cache_tag(options) if holds_op else None

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from moe_compiler import inductor
@@ -78,6 +79,7 @@ def run(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> 
         BuildError: under `strict`, when a build failed.
     """
     work = _Work(gm, example_inputs, options)
+    work.probe()
     work.capture()
     work.match()
     work.plan()
@@ -157,6 +159,12 @@ class _Work:
         self.builds = None
         self.notes.append(f"left to Inductor: {reason}")
         self.placements = [Placement(target="", reason=reason) for _ in self.matches]
+
+    def probe(self) -> None:
+        """Start what Inductor would wait for later."""
+        devices = {getattr(value, "device", None) for value in self.example_inputs}
+        if not self.skips("inductor") and torch.device("cpu") in devices:
+            inductor.start_probe(self.options)
 
     def capture(self) -> None:
         """Note how the graph was captured, and a block that a graph break cut in two."""
