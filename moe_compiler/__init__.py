@@ -3,7 +3,7 @@
 `torch.compile(model, backend="moeflex")` is all that is needed; nothing has to be imported for it.
 From here come, by
 attribute and only then imported: `moeflex` (the backend), `analyse`, `last_report` and `reports`; for a
-model over several ranks `layout`, `switch` and `refit`.
+model over several ranks `load_checkpoint`, `layout`, `switch` and `refit`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ _LAZY = {
     "last_report": "moe_compiler.pipeline",
     "reports": "moe_compiler.pipeline",
     "layout": "moe_compiler.layouts",
+    "load_checkpoint": "moe_compiler.loading",
     "refit": "moe_compiler.layouts",
     "switch": "moe_compiler.layouts",
+    "LoadReport": "moe_compiler.loading",
     "SwitchReport": "moe_compiler.runtime.switch",
 }
 

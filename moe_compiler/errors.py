@@ -56,3 +56,7 @@ class SwitchError(MoeflexError):
 
 class PeerError(MoeflexError):
     """Ranks cannot share memory, or a rank ended, left or did not come in time."""
+
+
+class CheckpointError(MoeflexError):
+    """A checkpoint folder cannot be read, or does not fit the model."""

@@ -29,6 +29,8 @@ from moe_compiler.passes.tensor_parallel import WeightSlice, shard_graph
 from moe_compiler.placement import Builds, Placement
 from moe_compiler.runtime import gathered_layer  # noqa: F401  defines the op
 from moe_compiler.runtime.arena_views import Arena
+from moe_compiler.runtime.reading import Reading
+from moe_compiler.runtime.stand_in import forget_source, pending_source
 from moe_compiler.runtime.switch import LayoutStore
 from moe_compiler.runtime.transfer import allocate, measure_link
 
@@ -202,6 +204,7 @@ def _model_of(
     for layer in layers:
         earlier = model_of_parameter(real.get(layer.sources[0]))
         if earlier is not None:
+            _read_pending(real)
             return _checked(earlier, graphs)
     missing = [s for layer in layers for s in layer.sources if s not in real]
     if missing:
@@ -228,13 +231,20 @@ def _model_of(
     model = LayoutModel(store)
     if memory.peers is not None:
         weakref.finalize(model, memory.peers.close)
-    with torch.no_grad():
+    sources = [source for p in real.values() if (source := pending_source(p))]
+    with torch.no_grad(), Reading(sources) as reading:
         for name, parameter in whole.items():
             view = arena.weight(name, parameter.shape, parameter.dtype)
-            view.copy_(parameter)
+            source = pending_source(parameter)
+            if source is None:
+                view.copy_(parameter)
+            else:
+                with reading.of(name, source.num_bytes):
+                    source.read(view)
+                forget_source(parameter)
             parameter.data = view
         for layer in layers:
-            model.take_experts(layer, tuple(real[source] for source in layer.sources))
+            model.take_experts(layer, tuple(real[source] for source in layer.sources), reading)
     log.info(
         "arena of %d bytes a rank for the layouts %s; %s",
         plan.num_bytes,
@@ -242,6 +252,16 @@ def _model_of(
         transfer.name,
     )
     return model
+
+
+def _read_pending(real: Mapping[str, nn.Parameter]) -> None:
+    """Parameters that no earlier graph has used: into memory of their own."""
+    for parameter in real.values():
+        source = pending_source(parameter)
+        if source is not None:
+            parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype)
+            source.read(parameter.data)
+            forget_source(parameter)
 
 
 def _checked(model: LayoutModel, graphs: _RankGraphs) -> LayoutModel:

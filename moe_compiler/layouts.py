@@ -5,6 +5,7 @@ torch.compile(model, backend="moeflex", options={"group": "world", "layouts": ("
 moe_compiler.layout(model)          -> "ep"
 moe_compiler.switch(model, "tp")    -> SwitchReport; every rank calls it between two steps
 moe_compiler.refit(model, {...})    new values, in place, in the active layout
+moe_compiler.load_checkpoint(...)   from files straight into the arenas (`loading`)
 ```
 
 The first call of a model plans the arena and moves the weights into it (`layout_graphs`). EP: every rank calls the
@@ -15,13 +16,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from moe_compiler.errors import LayoutError
 from moe_compiler.expert_blocks import Layout
 from moe_compiler.passes.expert_layers import ExpertLayer
 from moe_compiler.reference import expert_tensors
-from moe_compiler.runtime.stand_in import stand_in
+from moe_compiler.runtime.checkpoint import ParameterSource
+from moe_compiler.runtime.reading import Reading
+from moe_compiler.runtime.stand_in import forget_source, pending_source, stand_in
 from moe_compiler.runtime.switch import LayoutStore, SwitchReport
 
 _MARK = "_moeflex_layouts"
@@ -39,13 +43,21 @@ class LayoutModel:
         self.experts: list[tuple[ExpertLayer, tuple[nn.Parameter, ...]]] = []
         self._versions: list[tuple[nn.Parameter, int, int]] = []
 
-    def take_experts(self, layer: ExpertLayer, parameters: tuple[nn.Parameter, ...]) -> None:
+    def take_experts(
+        self, layer: ExpertLayer, parameters: tuple[nn.Parameter, ...], reading: Reading
+    ) -> None:
         """Write a layer into the arena; its parameters keep their shape and no memory."""
         index = len(self.experts)
         self.experts.append((layer, parameters))
-        self._write(index, [p.detach() for p in parameters])
+        sources = [pending_source(p) for p in parameters]
+        if all(sources):
+            self.read_experts(index, [s for s in sources if s is not None], reading)
+        else:
+            self._write(index, [p.detach() for p in parameters])
         for parameter in dict.fromkeys(parameters):
-            parameter.data = stand_in(parameter.shape, parameter.dtype)
+            if pending_source(parameter) is None:
+                parameter.data = stand_in(parameter.shape, parameter.dtype)
+            forget_source(parameter)
             setattr(parameter, _MARK, self)
             self._versions.append((parameter, parameter._version, parameter.data_ptr()))
 
@@ -79,6 +91,32 @@ class LayoutModel:
     def refit(self, index: int, tensors: Sequence[Tensor]) -> None:
         """New values for all experts of a layer, in the active layout."""
         self._write(index, tensors)
+
+    def read_experts(
+        self, index: int, sources: Sequence[ParameterSource], reading: Reading
+    ) -> None:
+        """Read a layer from files, one expert at a time, in the active layout."""
+        layer = self.experts[index][0]
+        spec, roles = layer.plan.experts, layer.plan.experts.tensor_roles
+        count = 1 if spec.stacked else spec.num_experts
+        shapes = [s.shape[1:] if spec.stacked else s.shape for s in sources[::count]]
+        scratch = {
+            role: torch.empty(shape, dtype=source.dtype)
+            for role, shape, source in zip(roles, shapes, sources[::count], strict=True)
+        }
+        num_bytes = sum(source.num_bytes for source in sources)
+        with reading.of(f"experts of MoE layer {index}", num_bytes):
+            for expert in layer.blocks.owned_experts(self.store.layout, self.store.rank):
+                for i, role in enumerate(roles):
+                    if spec.stacked:
+                        sources[i].read_item(expert, scratch[role])
+                    else:
+                        sources[i * count + expert].read(scratch[role])
+                self.store.refit(index, spec, expert, scratch)
+
+    def renew_if_torn(self) -> None:
+        """Serve again after a torn switch, once all weights are written anew; every rank calls this."""
+        self.store.renew_if_torn()
 
     def _write(self, index: int, tensors: Sequence[Tensor]) -> None:
         spec = self.experts[index][0].plan.experts

@@ -318,6 +318,9 @@ class _Work:
     def _compile(self) -> Callable[..., Any]:
         if self.options.group:
             return self._compile_layouts()
+        from moe_compiler.runtime.stand_in import check_read
+
+        check_read(self.example_inputs)
         if self.skips("inductor"):
             return self.gm.forward
         holds_op = any(placement.target for placement in self.placements)

@@ -1,7 +1,8 @@
 """Tensors that have a shape and no memory of their own: what is left of a parameter that moved into an arena.
 
 Every element reads as NaN, so that nobody computes with them by accident; one small file in memory
-is mapped again and again behind the whole range.
+is mapped again and again behind the whole range. A parameter may also stand in for values that a
+checkpoint holds and nobody has read yet.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ import functools
 import mmap
 import os
 import tempfile
+from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from moe_compiler.errors import UnsupportedError
+from moe_compiler.errors import CheckpointError, UnsupportedError
+from moe_compiler.runtime.checkpoint import ParameterSource
 
+_SOURCE = "_moeflex_source"
 _FILE_BYTES = 16 << 20
 _MAP_FIXED = 0x10
 # Addresses alone: no memory is set aside for them.
@@ -77,3 +81,33 @@ def _nan_file() -> int:
 
 
 _kept: list[object] = []
+
+
+def mark_source(parameter: nn.Parameter, source: ParameterSource) -> None:
+    """Note where the values of a parameter will come from."""
+    setattr(parameter, _SOURCE, source)
+
+
+def pending_source(parameter: nn.Parameter) -> ParameterSource | None:
+    """Where the values of a parameter that has none yet come from."""
+    found = getattr(parameter, _SOURCE, None)
+    return found if isinstance(found, ParameterSource) else None
+
+
+def forget_source(parameter: nn.Parameter) -> None:
+    """The values are there."""
+    if hasattr(parameter, _SOURCE):
+        delattr(parameter, _SOURCE)
+
+
+def check_read(parameters: Iterable[object]) -> None:
+    """Refuse to compile a model for one process whose values are read over a group.
+
+    Raises:
+        CheckpointError: a parameter has no values yet.
+    """
+    if any(isinstance(p, nn.Parameter) and pending_source(p) is not None for p in parameters):
+        raise CheckpointError(
+            "load_checkpoint was called with a process group, so the values are read into its arenas: compile with "
+            "options={'group': 'world'}. For one process, load before torch.distributed is initialised"
+        )

@@ -149,6 +149,17 @@ class LayoutStore:
         """
         return write_expert(self.arena, self.layout, layer, self.rank, expert, spec, tensors)
 
+    def renew_if_torn(self) -> None:
+        """Where the switch of any rank was torn, all serve the first layout again; every rank calls this.
+
+        The caller writes all experts anew, and nothing is served before that.
+        """
+        torn: list[Any] = [self._torn] * self.arena.plan.num_ranks
+        if dist.is_initialized():
+            dist.all_gather_object(torn, self._torn, group=self._group)
+        if any(torn):
+            self._layout, self._torn = self.arena.plan.layouts[0], ""
+
     def switch(self, target: Layout, *, check: bool = False) -> SwitchReport:
         """Bring all experts into `target`; every rank has to call this.
 
