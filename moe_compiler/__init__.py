@@ -2,8 +2,9 @@
 
 `torch.compile(model, backend="moeflex")` is all that is needed; nothing has to be imported for it.
 From here come, by
-attribute and only then imported: `moeflex` (the backend), `analyse`, `last_report` and `reports`; for a
-model over several ranks `load_checkpoint`, `layout`, `switch` and `refit`.
+attribute and only then imported: `moeflex` (the backend), `analyse`, `last_report` and `reports`; `load` for what
+`moeflex compile` made; for a model over several ranks `load_checkpoint`,
+`layout`, `switch` and `refit`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ _LAZY = {
     "analyse": "moe_compiler.pipeline",
     "last_report": "moe_compiler.pipeline",
     "reports": "moe_compiler.pipeline",
+    "load": "moe_compiler.runtime.artifact_runner",
     "layout": "moe_compiler.layouts",
     "load_checkpoint": "moe_compiler.loading",
     "refit": "moe_compiler.layouts",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moe_compiler.codegen import cpu as codegen
-from moe_compiler.ir import Isa, MoEPlan
+from moe_compiler.ir import CpuKernel, Isa, MoEPlan
 from moe_compiler.runtime import cpu_target
 
 
@@ -28,8 +28,21 @@ def prepare(plan: MoEPlan, x_dtype: str, weight_dtypes: Sequence[str]) -> None:
         OptionError: `MOEFLEX_CPU_ISA` names an instruction set that cannot run here.
         PlanError: `weight_dtypes` does not fit the plan.
     """
+    cpu_target.prepare(_kernel(plan, x_dtype, weight_dtypes))
+
+
+def built(plan: MoEPlan, x_dtype: str, weight_dtypes: Sequence[str]) -> cpu_target.BuiltKernel:
+    """The kernel of a plan that was prepared, once it is built; same arguments as `prepare`.
+
+    Raises:
+        BuildError: its build failed.
+    """
+    return cpu_target.built(_kernel(plan, x_dtype, weight_dtypes))
+
+
+def _kernel(plan: MoEPlan, x_dtype: str, weight_dtypes: Sequence[str]) -> CpuKernel:
     isa, template = Isa(cpu_target.isa()), cpu_target.kernel_template()
-    cpu_target.prepare(codegen.make_kernel(plan, x_dtype, weight_dtypes, isa, template))
+    return codegen.make_kernel(plan, x_dtype, weight_dtypes, isa, template)
 
 
 def finish() -> None:

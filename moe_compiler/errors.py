@@ -35,7 +35,7 @@ class CacheError(MoeflexError):
 
 
 class InspectError(MoeflexError):
-    """`moeflex inspect` could not build or trace what it was given."""
+    """A command could not build or trace the model that it was given."""
 
 
 class UnsupportedError(MoeflexError, NotImplementedError):
@@ -60,3 +60,7 @@ class PeerError(MoeflexError):
 
 class CheckpointError(MoeflexError):
     """A checkpoint folder cannot be read, or does not fit the model."""
+
+
+class ArtifactError(MoeflexError):
+    """A compiled artifact cannot be written, is not whole, or does not fit this machine."""

@@ -93,7 +93,7 @@ def compile_graph(
                 config_patches=inductor_patches(options) or None,
             )
         except Exception as error:
-            if _is_missing_compiler(error):
+            if is_missing_compiler(error):
                 raise ToolchainError(
                     f"Inductor needs a C++ compiler and found none ({error}). Install one "
                     "(Debian/Ubuntu: apt-get install g++), or set CXX to one."
@@ -147,7 +147,8 @@ def source_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def _is_missing_compiler(error: BaseException | None) -> bool:
+def is_missing_compiler(error: BaseException | None) -> bool:
+    """Whether an error of Inductor says that there is no C++ compiler."""
     from torch._inductor import exc
 
     kind = getattr(exc, "InvalidCxxCompiler", None)

@@ -40,6 +40,7 @@ class Target:
         input_note: the inputs, in words.
         token_axis: the axis of `args[0]` that is the token count; None when the user gave the inputs.
         notes: what the reader should know.
+        weights_note: where the weights came from, in words.
     """
 
     module: nn.Module
@@ -49,6 +50,7 @@ class Target:
     input_note: str
     token_axis: int | None
     notes: tuple[str, ...] = ()
+    weights_note: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,6 +63,7 @@ class TargetOptions:
         experts_implementation: of transformers, "" for the model's own choice.
         dtype: "bf16" | "fp16" | "fp32" | "fp64"; "" for that of the config (bf16 where it has none) or the module's.
         meta: call a factory under `torch.device("meta")`.
+        with_weights: build a configuration with weights: those of the checkpoint beside it, or else random ones.
     """
 
     phase: str = "prefill"
@@ -68,6 +71,7 @@ class TargetOptions:
     experts_implementation: str = ""
     dtype: str = ""
     meta: bool = False
+    with_weights: bool = False
 
 
 def load_target(text: str, options: TargetOptions) -> Target:
@@ -117,8 +121,37 @@ def _from_config(path: Path, options: TargetOptions) -> Target:
         )
         del config.quantization_config
     dtype = DTYPES[options.dtype] if options.dtype else _config_dtype(config)
-    module = _build(transformers, config, dtype, options)
-    return _hf_target(module, options, tuple(notes))
+    if not options.with_weights:
+        module = _build(transformers, config, dtype, options, "meta")
+        return _hf_target(module, options, tuple(notes))
+    if next(path.parent.glob("*.safetensors"), None) is not None:
+        module = _load_checkpoint(transformers, path.parent, dtype, options)
+        note = f"the checkpoint in {path.parent.name or path.parent}"
+    else:
+        torch.manual_seed(0)
+        module = _build(transformers, config, dtype, options, "cpu")
+        note = "random, seed 0: there is no checkpoint beside the configuration"
+    return dataclasses.replace(_hf_target(module, options, tuple(notes)), weights_note=note)
+
+
+def _load_checkpoint(
+    transformers: Any, folder: Path, dtype: torch.dtype, options: TargetOptions
+) -> nn.Module:
+    try:
+        module = transformers.AutoModelForCausalLM.from_pretrained(
+            str(folder), dtype=dtype, local_files_only=True, **_experts_argument(options)
+        )
+    except Exception as error:
+        raise InspectError(
+            f"transformers {transformers.__version__} cannot load the checkpoint in {folder}: {_line(error)}"
+        ) from error
+    assert isinstance(module, nn.Module)
+    return module.eval()
+
+
+def _experts_argument(options: TargetOptions) -> dict[str, Any]:
+    name = options.experts_implementation
+    return {"experts_implementation": name} if name else {}
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -141,17 +174,16 @@ def _config_dtype(config: Any) -> torch.dtype:
     return found if isinstance(found, torch.dtype) and found.is_floating_point else torch.bfloat16
 
 
-def _build(transformers: Any, config: Any, dtype: torch.dtype, options: TargetOptions) -> nn.Module:
-    more: dict[str, Any] = {}
-    if options.experts_implementation:
-        more["experts_implementation"] = options.experts_implementation
+def _build(
+    transformers: Any, config: Any, dtype: torch.dtype, options: TargetOptions, device: str
+) -> nn.Module:
     failures = []
     text = _text_config(config)
     for candidate in (config,) if text is config else (config, text):
         try:
-            with torch.device("meta"), _default_dtype(dtype):
+            with torch.device(device), _default_dtype(dtype):
                 module = transformers.AutoModelForCausalLM.from_config(
-                    candidate, dtype=dtype, **more
+                    candidate, dtype=dtype, **_experts_argument(options)
                 )
         except Exception as error:
             failures.append(f"{type(candidate).__name__}: {_line(error)}")
@@ -222,11 +254,13 @@ def _from_factory(text: str, options: TargetOptions) -> Target:
     if options.experts_implementation:
         _set_experts(module, options.experts_implementation)
     module = module.eval()
+    note = "as the factory made them"
     if inputs is not None:
         args, kwargs = _as_arguments(inputs)
-        return Target(module, args, kwargs, "given", "the inputs that the factory gave", None)
+        what = "the inputs that the factory gave"
+        return Target(module, args, kwargs, "given", what, None, weights_note=note)
     if _is_language_model(module):
-        return _hf_target(module, options, ())
+        return dataclasses.replace(_hf_target(module, options, ()), weights_note=note)
     raise InspectError(
         f"{text} gave a {type(module).__name__} without example inputs; return (module, example_inputs), where "
         "example_inputs is a tensor, a tuple of positional or a dict of keyword arguments"

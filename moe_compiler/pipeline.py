@@ -28,8 +28,18 @@ from moe_compiler.placement import (
     warn_no_compiler,
 )
 from moe_compiler.report import GraphReport, clear, last_report, reports
+from moe_compiler.targets import Device
 
-__all__ = ["STAGES", "GraphReport", "analyse", "clear", "last_report", "reports", "run"]
+__all__ = [
+    "STAGES",
+    "GraphReport",
+    "analyse",
+    "clear",
+    "edit_exported",
+    "last_report",
+    "reports",
+    "run",
+]
 
 log = logging.getLogger(__name__)
 
@@ -97,11 +107,46 @@ def analyse(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options)
     return work.report()
 
 
+def edit_exported(
+    gm: fx.GraphModule, parameters: Sequence[fx.Node], options: Options, device: Device
+) -> tuple[GraphReport, tuple[Placement, ...]]:
+    """Put the op into the graph of an exported program, and start the builds that it needs.
+
+    Args:
+        gm: the program's graph; edited.
+        parameters: the placeholders that are weights.
+        options: what the user asked for.
+        device: where the program will run.
+
+    Returns:
+        What was found, and what computes each block.
+
+    Raises:
+        NoMatchError: under `strict`, when a candidate was left alone.
+        BuildError: under `strict`, when a build could not be started.
+    """
+    work = _Work(gm, (), options, parameters, device)
+    work.match()
+    work.plan()
+    work.build()
+    work.replace()
+    return work.report(), tuple(work.placements)
+
+
 class _Work:
     """One graph on its way through the stages."""
 
-    def __init__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> None:
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        options: Options,
+        parameters: Sequence[fx.Node] | None = None,
+        device: Device | None = None,
+    ) -> None:
         self.gm = gm
+        self.parameters = parameters
+        self.device = device
         self.example_inputs = example_inputs
         self.options = options
         self.num_nodes = len(gm.graph.nodes)
@@ -189,7 +234,7 @@ class _Work:
             from moe_compiler.passes.match_moe import find_regions
 
             _remember_proofs()
-            found = find_regions(self.gm, self.example_inputs)
+            found = find_regions(self.gm, self.example_inputs, parameters=self.parameters)
             self.matches = list(found.matches)
             self.flow = found.flow
             self.refused += found.refused
@@ -200,7 +245,9 @@ class _Work:
         if self.skips("plan") or not self.matches:
             return self._check_strict()
         with self.stage("plan"):
-            self.placements = [place(match, self.options) for match in self.matches]
+            self.placements = [
+                place(match, self.options, device=self.device) for match in self.matches
+            ]
             for region, placement in zip(self.regions, self.placements, strict=True):
                 if not placement.target:
                     self._refuse(

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import concurrent.futures
 import ctypes
+import dataclasses
 import functools
 import logging
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -134,6 +136,11 @@ def isa() -> str:
     return wanted
 
 
+def features_of(isa: str) -> frozenset[str]:
+    """What an instruction set asks of a CPU, as Linux names it."""
+    return _ISA_FEATURES[Isa(isa)]
+
+
 def unavailable() -> str | None:
     """Why this machine cannot build CPU kernels; None when it can."""
     try:
@@ -207,9 +214,96 @@ def load_op_library() -> None:
     with _state.lock:
         if _state.op_library is None:
             assert _state.library is not None
-            _state.op_library = _load(_state.library.result().path)
-            _state.op_library.moeflex_register.restype = ctypes.c_int
+            _state.op_library = _load_op_library(_state.library.result().path)
     _register_kernels()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltKernel:
+    """A kernel as the op library registers it.
+
+    Attributes:
+        plan_key: the plan that it computes.
+        spec: bytes of its `MoeflexLayerSpec`.
+        path: its library.
+    """
+
+    plan_key: str
+    spec: bytes
+    path: str
+
+
+def built(kernel: CpuKernel) -> BuiltKernel:
+    """A kernel that was prepared, once it is built.
+
+    Raises:
+        BuildError: its build failed.
+        KeyError: it was never prepared.
+    """
+    path = _state.kernels[_kernel_unit(kernel)].result().path
+    return BuiltKernel(plan_key=kernel.plan_key, spec=bytes(_layer_spec(kernel)), path=path)
+
+
+def library_path() -> str:
+    """The built op library. A kernel was prepared before.
+
+    Raises:
+        BuildError: its build failed.
+    """
+    assert _state.library is not None
+    return _state.library.result().path
+
+
+def spec_bytes() -> int:
+    """Size of a `BuiltKernel.spec`."""
+    return ctypes.sizeof(_LayerSpec)
+
+
+def use_library(path: str) -> None:
+    """Register `moeflex::moe_layer` for CPU tensors with an op library that was built elsewhere.
+
+    Raises:
+        BuildError: it cannot be loaded.
+    """
+    with _state.lock:
+        if _state.op_library is None:
+            _state.op_library = _load_op_library(path)
+
+
+def register(kernels: Sequence[BuiltKernel]) -> None:
+    """Let kernels that were built elsewhere serve their plans. An op library was loaded before.
+
+    Raises:
+        BuildError: one cannot be loaded, or the op library that this process has loaded is of another version.
+    """
+    with _state.lock:
+        assert _state.op_library is not None
+        for kernel in kernels:
+            _register_kernel(kernel)
+
+
+def _load_op_library(path: str) -> ctypes.CDLL:
+    library = _load(path)
+    library.moeflex_register.restype = ctypes.c_int
+    return library
+
+
+def _register_kernel(kernel: BuiltKernel) -> None:
+    assert _state.op_library is not None
+    if len(kernel.spec) != ctypes.sizeof(_LayerSpec):
+        raise BuildError(
+            f"a layer's table entry has {ctypes.sizeof(_LayerSpec)} bytes; got {len(kernel.spec)}"
+        )
+    error = _state.op_library.moeflex_register(
+        ctypes.c_char_p(kernel.plan_key.encode()),
+        ctypes.c_char_p(kernel.spec),
+        _load(kernel.path).moeflex_layer,
+    )
+    if error:
+        raise BuildError(
+            f"the op library refused the kernel {kernel.path}: it was built by another version of "
+            "moeflex; build it again"
+        )
 
 
 def _register_kernels() -> None:
@@ -219,15 +313,7 @@ def _register_kernels() -> None:
             job = _state.kernels.get(unit)
             if (key, spec) in _state.registered or job is None or not job.done() or _failed(job):
                 continue
-            kernel = _load(job.result().path).moeflex_layer
-            error = _state.op_library.moeflex_register(
-                ctypes.c_char_p(key.encode()), ctypes.c_char_p(spec), kernel
-            )
-            if error:
-                raise BuildError(
-                    f"the op library refused the kernel {unit.entry_name}: it was built by another "
-                    "version of moeflex; delete the build cache"
-                )
+            _register_kernel(BuiltKernel(plan_key=key, spec=spec, path=job.result().path))
             _state.registered.add((key, spec))
 
 

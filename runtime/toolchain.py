@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -125,3 +126,16 @@ def _listed_features() -> frozenset[str]:
     except OSError:
         pass
     return frozenset()
+
+
+# Features that a compiler may use by itself under -march=native, as Linux names them.
+_CODE_FEATURES = re.compile(
+    r"(sse|ssse|avx|amx_|fma|bmi|f16c|movbe|abm|adx|aes|vaes|pclmul|vpclmul|gfni|sha|popcnt|xsave|"
+    r"lzcnt|tbm|xop|rdrnd|rdseed|fsgsbase|movdir|serialize|cldemote|clwb|clflushopt|pku|cx16|lahf)"
+)
+
+
+@functools.cache
+def code_features() -> frozenset[str]:
+    """The features of this CPU that code built for it may use."""
+    return frozenset(name for name in cpu_features() if _CODE_FEATURES.match(name))

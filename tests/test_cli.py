@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from moe_compiler import __version__, cli
-from moe_compiler.cli.inspect import parse_tokens
+from moe_compiler.cli.options import parse_tokens
 from moe_compiler.cli.units import bytes_text, count_text, time_text
 from moe_compiler.errors import OptionError
 from moe_compiler.model_report import ModelReport

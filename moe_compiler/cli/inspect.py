@@ -5,12 +5,12 @@ from __future__ import annotations
 import enum
 import sys
 import warnings
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from moe_compiler.cli import EXIT_NOT_FULFILLED
+from moe_compiler.cli.options import Dtype, Experts, Json, Quiet, parse_tokens, write_text
 from moe_compiler.errors import OptionError
 
 if TYPE_CHECKING:
@@ -50,15 +50,6 @@ class Level(str, enum.Enum):
     aten = "aten"
 
 
-class Dtype(str, enum.Enum):
-    """The dtype of the model."""
-
-    bf16 = "bf16"
-    fp16 = "fp16"
-    fp32 = "fp32"
-    fp64 = "fp64"
-
-
 def command(
     target: Annotated[
         str,
@@ -78,9 +69,7 @@ def command(
     shapes: Annotated[
         Shapes, typer.Option(help="Trace the token count as a symbol, or as the first of --tokens.")
     ] = Shapes.dynamic,
-    experts_implementation: Annotated[
-        str, typer.Option(metavar="NAME", help="Of transformers: grouped_mm, batched_mm, eager.")
-    ] = "",
+    experts_implementation: Experts = "",
     dtype: Annotated[Dtype | None, typer.Option(help="Instead of the model's own.")] = None,
     device: Annotated[
         Device, typer.Option(help="The machine of the floor times and of the target.")
@@ -113,12 +102,7 @@ def command(
     show_all: Annotated[
         bool, typer.Option("--all", help="One row per block; equal blocks are folded otherwise.")
     ] = False,
-    json_file: Annotated[
-        str,
-        typer.Option(
-            "--json", metavar="FILE", help="Write the report as JSON; - for standard output."
-        ),
-    ] = "",
+    json_file: Json = "",
     dot_file: Annotated[
         str,
         typer.Option(
@@ -131,7 +115,7 @@ def command(
     strict: Annotated[
         bool, typer.Option("--strict", help="Exit with 1 when a block was not matched.")
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No table and no progress.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Find the MoE blocks of a model, prove them, and predict how fast they could be. Nothing is compiled.
 
@@ -182,42 +166,17 @@ def command(
         raise typer.Exit(EXIT_NOT_FULFILLED)
 
 
-def parse_tokens(text: str) -> tuple[int, ...]:
-    """`1,16,64` to numbers.
-
-    Raises:
-        OptionError: one is not a positive integer.
-    """
-    try:
-        counts = tuple(int(part) for part in text.split(",") if part.strip())
-    except ValueError:
-        counts = ()
-    if not counts or min(counts) < 1:
-        raise OptionError(f"--tokens takes positive counts such as 1,64,2048; got {text!r}")
-    return tuple(dict.fromkeys(counts))
-
-
 def _write_files(report: ModelReport, json_file: str, dot_file: str, html_file: str) -> None:
     if json_file:
-        _write("--json", json_file, report.to_json(indent=2) + "\n")
+        write_text("--json", json_file, report.to_json(indent=2) + "\n")
     if dot_file:
         from moe_compiler.codegen.report_dot import render_dot
 
-        _write("--dot", dot_file, render_dot(report))
+        write_text("--dot", dot_file, render_dot(report))
     if html_file:
         from importlib import resources
 
         from moe_compiler.codegen.report_html import render_html
 
         page = resources.files("moe_compiler.templates").joinpath("inspect.html")
-        _write("--html", html_file, render_html(report, page.read_text(encoding="utf-8")))
-
-
-def _write(option: str, file: str, text: str) -> None:
-    if file == "-":
-        sys.stdout.write(text)
-        return
-    try:
-        Path(file).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise OptionError(f"{option}: {file} cannot be written: {error.strerror}") from error
+        write_text("--html", html_file, render_html(report, page.read_text(encoding="utf-8")))
