@@ -20,11 +20,13 @@ log = logging.getLogger(__name__)
 
 
 def start_probe(options: Options) -> None:
-    """Let Inductor find out in the background what C++ this CPU runs, unless it knows already.
+    """Let Inductor find out in the background what C++ this CPU runs, once a process.
 
-    Inductor asks the compiler and a process for each instruction set, once a process, when it needs
-    the first answer: 1.3 s of waiting, cold or warm. `compile_graph` waits for the answers.
+    Inductor asks the compiler and a process of its own for each instruction set when it needs the
+    first answer: 1.3 s of waiting, cold or warm. It remembers every answer; where it asks before
+    one is there, both ask, behind the lock of Inductor's cache.
     """
+    # The answers depend on these settings, and Inductor remembers them without the settings.
     if not any(name.startswith("cpp.") for name in inductor_patches(options)):
         _probe()
 
@@ -50,11 +52,6 @@ def _probe() -> threading.Thread | None:
     return thread
 
 
-def _wait_for_probe() -> None:
-    if _probe.cache_info().currsize and (thread := _probe()) is not None:
-        thread.join()
-
-
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_probe.cache_clear)
 
@@ -76,7 +73,6 @@ def compile_graph(
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    _wait_for_probe()
     inner: Callable[..., Any] = compile_fx_inner
     with contextlib.ExitStack() as stack:
         tag = cache_tag(options) if holds_op else None

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -135,6 +136,34 @@ def test_mode_and_options_reach_inductor(calls):
     assert calls[0]["patches"] is None
     assert calls[1]["patches"]["max_autotune"] is True
     assert calls[2]["patches"] == {"epilogue_fusion": False}
+
+
+def test_inductor_probes_the_cpu_beside_our_passes(calls, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "torch._inductor.cpu_vec_isa.valid_vec_isa_list",
+        lambda: asked.append(threading.current_thread().name),
+    )
+    inductor._probe.cache_clear()
+    model, x = nn.Linear(4, 4), torch.ones(2, 4)
+    torch.compile(model, backend="moeflex", options={"cpp.simdlen": 0})(x)
+    assert not inductor._probe.cache_info().currsize, "the settings decide what the answers are"
+    for _ in range(2):
+        torch._dynamo.reset()
+        torch.compile(model, backend="moeflex")(x)
+    inductor._probe().join()
+    assert asked == ["moeflex-probe"]
+
+
+def test_a_probe_that_fails_is_no_error(calls, monkeypatch):
+    def fail():
+        raise OSError("no processes left")
+
+    monkeypatch.setattr("torch._inductor.cpu_vec_isa.valid_vec_isa_list", fail)
+    inductor._probe.cache_clear()
+    torch.compile(nn.Linear(4, 4), backend="moeflex")(torch.ones(2, 4))
+    inductor._probe().join()
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune-no-cudagraphs"])
