@@ -33,10 +33,15 @@ class Compute(Name):
 
 
 _TYPES = {"bf16": "moeflex::bf16", "fp16": "moeflex::fp16", "fp32": "float", "fp64": "double"}
+_AVX512 = (Isa.AVX512, Isa.AVX512_BF16, Isa.AMX_BF16)
 _ELEMENT = {Compute.BF16: "bf16", Compute.F32: "fp32", Compute.F64: "fp64"}
-# Up to this many rows an expert's weights are streamed where they lie; above, they are packed into panels
-# (CPU time of one thread on Zen 4, T = 1, 16, 256).
-_DIRECT_ROWS = {Compute.BF16: 6, Compute.F32: 16, Compute.F64: 0}
+# Up to this many rows an expert's weights are streamed through dot products; above, they are packed into panels, or
+# taken by AMX tiles where they lie (op alone, two threads, Zen 4 and Xeon, T = 8 to 512).
+_DIRECT_ROWS = {
+    Compute.BF16: {Isa.AVX512_BF16: 32, Isa.AMX_BF16: 3},
+    Compute.F32: {Isa.SCALAR: 16, Isa.AVX2: 16, **dict.fromkeys(_AVX512, 32)},
+    Compute.F64: {},
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +158,7 @@ def _compute(x_dtype: str, first: str, second: str, isa: Isa) -> Compute:
 
 def direct_rows(plan: MoEPlan, config: CpuConfig) -> int:
     """Experts with up to this many rows stream their weights where they lie; 0 keeps to batch-invariant panels."""
-    return 0 if plan.batch_invariant else _DIRECT_ROWS[config.compute]
+    return 0 if plan.batch_invariant else _DIRECT_ROWS[config.compute].get(config.isa, 0)
 
 
 def render(config: CpuConfig, template: str) -> str:

@@ -6,6 +6,29 @@
 
 namespace moeflex {
 
+enum class WeightPosition { output, hidden, input };
+
+// The nearest values of type T.
+template <class T>
+inline VecF rounded(VecF value) {
+    T nearest[kLanes];
+    store(nearest, value);
+    return load(nearest);
+}
+template <class T>
+inline double rounded(double value) {
+    T nearest;
+    convert(&value, &nearest, 1);
+    return to_float(nearest);
+}
+
+// Rounded to the dtype T of the weights where the plan asks for it.
+template <class Config, class T, class V>
+inline V gemm_result(V value) {
+    if constexpr (Config::round_gemms) return rounded<T>(value);
+    return value;
+}
+
 // exp by 2^n * p(r), r in [-ln2/2, ln2/2], ln2 in two pieces. Saturates to 0 and inf.
 inline VecF exp_of(VecF x) {
     const VecF top = splat(88.8f), bottom = splat(-103.9f);

@@ -12,6 +12,7 @@
 
 namespace moeflex {
 
+constexpr int kTileRows = 256;
 constexpr int kPanelLanes = 64;
 constexpr int kMaxGroupRows = 6;                      // rows of one register tile
 constexpr int kGroupVecs = MOEFLEX_ISA >= 2 ? 4 : 2;  // vectors of one register tile's row
@@ -406,13 +407,59 @@ inline void dot_row(const typename Kind::Element* const* a, const T* weight, lon
     }
 }
 
+// Output columns of one register tile of dot products.
+#if MOEFLEX_ISA >= 2
+constexpr int kDotCols = 4;
+#else
+constexpr int kDotCols = 1;
+#endif
+
+// sums[m * pitch + c] = rows a[m] . weight rows c, for kDotCols of them: a vector of weights serves all rows, a vector of
+// a row all columns.
+template <class Kind, class T, int kRows>
+inline void dot_tile(const typename Kind::Element* const* a, const T* weight, long out_stride,
+                     long ks, typename Kind::Sum* sums, long pitch, Prefetch& ahead) {
+    typedef typename Kind::Vec Vec;
+    constexpr int kDot = Kind::kVecLanes * Kind::kPair;
+    Vec acc[kRows][kDotCols];
+#pragma GCC unroll 8
+    for (int m = 0; m < kRows; ++m)
+#pragma GCC unroll 4
+        for (int c = 0; c < kDotCols; ++c) acc[m][c] = Vec{};
+    long k = 0;
+    for (; k + kDot <= ks; k += kDot) {
+        ahead.next();
+#pragma GCC unroll 4
+        for (int c = 0; c < kDotCols; ++c)
+#pragma GCC unroll 8
+            for (int m = 0; m < kRows; ++m)
+                acc[m][c] = Kind::dot(acc[m][c], a[m] + k, weight + c * out_stride + k);
+    }
+    if (k < ks)
+#pragma GCC unroll 4
+        for (int c = 0; c < kDotCols; ++c)
+#pragma GCC unroll 8
+            for (int m = 0; m < kRows; ++m)
+                acc[m][c] =
+                    Kind::dot_first(acc[m][c], a[m] + k, weight + c * out_stride + k, ks - k);
+#pragma GCC unroll 8
+    for (int m = 0; m < kRows; ++m)
+#pragma GCC unroll 4
+        for (int c = 0; c < kDotCols; ++c) sums[m * pitch + c] = sum_of((VecF)acc[m][c]);
+}
+
 template <class Kind, class T, int kRows>
 __attribute__((noinline)) void dot_columns(const typename Kind::Element* const* a, const T* weight,
                                            long out_stride, long count, long ks,
-                                           typename Kind::Sum* sums, Prefetch& ahead) {
+                                           typename Kind::Sum* sums, bool stream, Prefetch& ahead) {
     const typename Kind::Element* row[kRows];
     for (int m = 0; m < kRows; ++m) row[m] = a[m];
-    for (long j = 0; j < count; ++j)
+    long j = 0;
+    if (!stream)
+        for (; j + kDotCols <= count; j += kDotCols)
+            dot_tile<Kind, T, kRows>(row, weight + j * out_stride, out_stride, ks, sums + j,
+                                     kPanelLanes, ahead);
+    for (; j < count; ++j)
         dot_row<Kind, T, kRows>(row, weight + j * out_stride, ks, sums + j, kPanelLanes, ahead);
 }
 
@@ -424,15 +471,28 @@ void multiply_direct(const typename Kind::Element* const* a, int rows, const Moe
     const Groups groups(rows);
     const T* weight = (const T*)matrix.data + first * matrix.out_stride;
     const long count = limit - first < lanes ? limit - first : lanes, step = matrix.out_stride;
+    const bool stream = groups.num == 1;
     for (int g = 0, m = 0; g < groups.num; m += groups.rows(g), ++g) {
         auto* out = sums + (long)m * kPanelLanes + lane;
         switch (groups.rows(g)) {
-            case 1: dot_columns<Kind, T, 1>(a + m, weight, step, count, ks, out, ahead); break;
-            case 2: dot_columns<Kind, T, 2>(a + m, weight, step, count, ks, out, ahead); break;
-            case 3: dot_columns<Kind, T, 3>(a + m, weight, step, count, ks, out, ahead); break;
-            case 4: dot_columns<Kind, T, 4>(a + m, weight, step, count, ks, out, ahead); break;
-            case 5: dot_columns<Kind, T, 5>(a + m, weight, step, count, ks, out, ahead); break;
-            default: dot_columns<Kind, T, 6>(a + m, weight, step, count, ks, out, ahead); break;
+            case 1:
+                dot_columns<Kind, T, 1>(a + m, weight, step, count, ks, out, stream, ahead);
+                break;
+            case 2:
+                dot_columns<Kind, T, 2>(a + m, weight, step, count, ks, out, stream, ahead);
+                break;
+            case 3:
+                dot_columns<Kind, T, 3>(a + m, weight, step, count, ks, out, stream, ahead);
+                break;
+            case 4:
+                dot_columns<Kind, T, 4>(a + m, weight, step, count, ks, out, stream, ahead);
+                break;
+            case 5:
+                dot_columns<Kind, T, 5>(a + m, weight, step, count, ks, out, stream, ahead);
+                break;
+            default:
+                dot_columns<Kind, T, 6>(a + m, weight, step, count, ks, out, stream, ahead);
+                break;
         }
     }
 }

@@ -36,11 +36,22 @@ struct Layer : LayerBase<Config> {
     int* row_of_route = nullptr;  // [T*K], -1 where the id is invalid
     int* route_of_row = nullptr;  // [rows]
     Sum* weights = nullptr;       // [T*K]
-    Element* staged =
-        nullptr;  // x where it cannot be read in place: [T] rows, or one a route (position input); or null
+    // x where it cannot be read in place: [T] rows, or one a route (position input), or groups; or null
+    Element* staged = nullptr;
+    int* tile_of_group = nullptr;
     Sum* parts = nullptr;  // [T*K][H], by route
 
     explicit Layer(const MoeflexArgs& a) : Base(a, a.num_tokens) {}
+
+    // Weights can be read where they lie if their elements along the sum are contiguous.
+    bool can_group() const {
+        if (!Kind::kHasTiles || args.num_tokens <= args.direct_rows) return false;
+        for (long e = 0; e < E; ++e)
+            if (args.gate[e].in_stride != 1 || args.down[e].in_stride != 1 ||
+                (Base::Config::gated && args.up[e].in_stride != 1))
+                return false;
+        return true;
+    }
 
     // Rows of x are read in place unless they must be converted, weighted or padded to whole words, or lie one behind
     // the other for the tiles.
@@ -81,6 +92,61 @@ struct Layer : LayerBase<Config> {
                     staged + row * pitch_h);
     }
 
+#if MOEFLEX_ISA >= 4
+    // Numbers the groups, row tile by row tile; how many there are.
+    long number_groups(int* first_group) {
+        int next = 0;
+        for (int t = 0; t < view.plan.num_row_tiles; ++t) {
+            first_group[t] = next;
+            const int count = (view.tile_rows[t] + kGroup - 1) / kGroup;
+            for (int g = 0; g < count; ++g) tile_of_group[next++] = t;
+        }
+        this->group_of_tile = first_group;
+        return next;
+    }
+
+    void stage_group(long group) {
+        if constexpr (Kind::kHasTiles) {
+            typedef typename Config::X X;
+            const int t = tile_of_group[group];
+            const long in_tile = (group - this->group_of_tile[t]) * kGroup,
+                       row0 = view.tile_row[t] + in_tile;
+            const int rows = min_int(kGroup, view.tile_rows[t] - (int)in_tile);
+            const X* from[kGroup];
+            Sum weight[kGroup];
+            for (int m = 0; m < rows; ++m) {
+                const long route = route_of_row[row0 + m];
+                from[m] = (const X*)args.x + route / args.top_k * args.x_token_stride;
+                weight[m] = Base::kInput ? weights[route] : Sum(1);
+            }
+            Element* to = this->groups + group * kGroup * pitch_h;
+            if (view.tile_rows[t] <= args.direct_rows) {
+                for (int m = 0; m < rows; ++m)
+                    this->stage(from[m], args.x_hidden_stride, weight[m], to + m * pitch_h);
+                return;
+            }
+            const bool in_place =
+                Config::x_is_element && !Base::kInput && args.x_hidden_stride == 1;
+            for (long h = 0; h < H; h += 32) {
+                const long n = H - h < 32 ? H - h : 32;
+                uint32_t* words = (uint32_t*)to + h / 2 * kGroup;
+                if (in_place) {
+                    group_words((const bf16* const*)from, h, n, rows, words);
+                } else {
+                    bf16 part[kGroup][32];
+                    const bf16* at[kGroup];
+                    for (int m = 0; m < rows; ++m) {
+                        this->stage_part(from[m], args.x_hidden_stride, weight[m], h, n,
+                                         (Element*)part[m]);
+                        at[m] = part[m];
+                    }
+                    group_words(at, 0, n, rows, words);
+                }
+            }
+        }
+    }
+#endif
+
     const Element* row_of_x(long row) const {
         if (by_route) return staged + row * pitch_h;
         const long token = route_of_row[row] / args.top_k;
@@ -97,8 +163,8 @@ struct Layer : LayerBase<Config> {
     // ---- drive
     struct Context {
         Layer* layer;
-        long count;  // rows to stage
-        int claim;   // next block of rows to stage
+        long count;  // rows or groups to stage
+        int claim;   // next block of them
     };
 
     static void stage_body(int, void* context) {
@@ -107,8 +173,15 @@ struct Layer : LayerBase<Config> {
         for (;;) {
             const long first = __atomic_fetch_add(&c.claim, 1, __ATOMIC_RELAXED) * kBlock;
             if (first >= c.count) return;
-            for (long row = first; row < first + kBlock && row < c.count; ++row)
+            for (long row = first; row < first + kBlock && row < c.count; ++row) {
+#if MOEFLEX_ISA >= 4
+                if (c.layer->groups) {
+                    c.layer->stage_group(row);
+                    continue;
+                }
+#endif
                 c.layer->stage_row(row);
+            }
         }
     }
 
@@ -129,9 +202,10 @@ struct Layer : LayerBase<Config> {
         if (!layer.fits(routes)) return E2BIG;
         Problem p = layer.problem(args.num_tokens, args.top_k);
         p.combine_tokens = kCombineTokens;
-        const bool stage = layer.must_stage();
-        const long tiles = max_row_tiles(p),
-                   staged_rows = layer.by_route ? routes : args.num_tokens;
+        const bool grouped = layer.can_group(), stage = grouped || layer.must_stage();
+        const long tiles = max_row_tiles(p), max_groups = routes / 16 + tiles,
+                   rows = grouped ? max_groups * 16 : routes,
+                   staged_rows = layer.by_route ? rows : args.num_tokens;
         // One allocation, cut into 64-byte aligned arrays.
         size_t bytes = 0;
         auto reserve = [&](size_t n) {
@@ -140,10 +214,11 @@ struct Layer : LayerBase<Config> {
             return at;
         };
         const size_t ints =
-            reserve(sizeof(int) * (E + 4 * tiles + 2 * (E + 1) + 2 * routes + 2 * tiles + 32));
+            reserve(sizeof(int) * (E + 4 * tiles + 2 * (E + 1) + 2 * routes + 2 * tiles + 32 +
+                                   (grouped ? tiles + max_groups : 0)));
         const size_t at_weights = reserve(sizeof(Sum) * routes);
         const size_t at_staged = reserve(stage ? sizeof(Element) * staged_rows * layer.pitch_h : 0);
-        const size_t at_hidden = reserve(sizeof(Element) * routes * layer.pitch_i);
+        const size_t at_hidden = reserve(sizeof(Element) * rows * layer.pitch_i);
         const size_t at_parts = reserve(sizeof(Sum) * routes * H);
         const size_t at_scratch = reserve(sizeof(Scratch) * args.num_threads);
         char* memory = (char*)args.acquire(bytes);
@@ -179,6 +254,14 @@ struct Layer : LayerBase<Config> {
         layer.sort_routes(p, arrays, counts);
 
         Context context{&layer, layer.by_route ? layer.view.plan.num_rows : args.num_tokens, 0};
+#if MOEFLEX_ISA >= 4
+        if (grouped) {
+            layer.groups = layer.staged;
+            int* first_group = take(tiles);
+            layer.tile_of_group = take(max_groups);
+            context.count = layer.number_groups(first_group);
+        }
+#endif
         if (stage)
             args.parallel(min_int(args.num_threads, (int)((context.count + 7) / 8)), stage_body,
                           &context);

@@ -22,7 +22,7 @@ namespace moeflex {
 using namespace stable;
 
 // ---- scratch memory, kept between calls up to a bound ---------------------------------------------
-constexpr size_t kKeptBytes = size_t(96) << 20;
+constexpr size_t kKeptBytes = size_t(256) << 20;
 
 class ScratchPool {
   public:

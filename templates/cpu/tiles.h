@@ -1,8 +1,12 @@
-// The panel product on AMX tiles: 32 rows by 32 columns at a time, bf16 pairs into fp32.
+// Products on AMX tiles: bf16 pairs into fp32, 32 by 32 at a time. Every output is one chain over the steps in order,
+// whatever the number of rows.
 //
-// A panel of `gemm.h` is a B operand as it lies: 16 steps of 16 lanes are one tile. Rows that lie at equal distances
-// are read in place; other rows, and the last steps of a row, go through a piece of 32 rows by 64 bytes. Every output
-// is one chain over the steps in order, whatever the number of rows.
+// `multiply_tiles`: tokens are the A operand. A panel of `gemm.h` is a B operand as it lies: 16 steps of 16 lanes are
+// one tile. Rows that lie at equal distances are read in place; other rows, and the last steps of a row, go through a
+// piece of 32 rows by 64 bytes.
+//
+// `multiply_groups`: weights are the A operand, read where they lie; tokens are the B operand, 16 of them to a *group*
+// [step][16] words.
 #pragma once
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -130,6 +134,85 @@ inline void multiply_tiles(const char* const* a, int rows, long first_byte, cons
         }
     }
     _tile_release();
+}
+
+// 16 weight rows (output columns) whose elements are contiguous; those from `exist` on are taken as zero.
+struct TileWeights {
+    const char* at;
+    long row_bytes;  // from one row to the next
+    int exist;
+
+    // Bytes [first, last) of the rows as tiles one behind the other, zeros after the end.
+    void copy(long first, long last, char* tiles) const {
+        const long whole = first + (last - first) / 64 * 64;
+        for (int i = 0; i < exist; ++i)
+            for (long b = first; b < whole; b += 64)
+                std::memcpy(tiles + (b - first) * 16 + i * 64, at + i * row_bytes + b, 64);
+        if (whole < last) std::memset(tiles + (whole - first) * 16, 0, 16 * 64);
+        for (int i = 0; i < exist && whole < last; ++i)
+            std::memcpy(tiles + (whole - first) * 16 + i * 64, at + i * row_bytes + whole,
+                        (size_t)(last - whole));
+        for (int i = exist; i < 16; ++i)
+            for (long b = first; b < last; b += 64)
+                std::memset(tiles + (b - first) * 16 + i * 64, 0, 64);
+    }
+};
+
+// Tiles of 64 bytes by 16 rows along the weight rows: `pitch` from row to row, `step` from tile to tile.
+struct TileSource {
+    const char* at;
+    long pitch, step;
+};
+
+constexpr int kGroup = 16;  // tokens of a group
+struct GroupSums {
+    alignas(64) float sums[2][2][16][kGroup];  // [weights][group][output][token]
+};
+
+// sums (+)= weights times groups over `num_tiles` tiles. Tiles 0-3: sums, 4-5: weights, 6-7: groups.
+template <bool kTwoGroups, class Ahead>
+inline void multiply_groups(TileSource left, TileSource right, const uint32_t* group0,
+                            const uint32_t* group1, long num_tiles, GroupSums& sums, bool add,
+                            Ahead& ahead) {
+    auto& out = sums.sums;
+    if (add) {
+        _tile_loadd(0, out[0][0], 64);
+        _tile_loadd(2, out[1][0], 64);
+        if constexpr (kTwoGroups) {
+            _tile_loadd(1, out[0][1], 64);
+            _tile_loadd(3, out[1][1], 64);
+        }
+    } else {
+        _tile_zero(0);
+        _tile_zero(2);
+        if constexpr (kTwoGroups) {
+            _tile_zero(1);
+            _tile_zero(3);
+        }
+    }
+    for (long i = 0; i < num_tiles; ++i) {
+        const long words = i * 16 * kGroup;
+        _tile_loadd(6, group0 + words, 64);
+        _tile_loadd(4, left.at + i * left.step, left.pitch);
+        _tile_dpbf16ps(0, 4, 6);
+        ahead.next();
+        _tile_loadd(5, right.at + i * right.step, right.pitch);
+        _tile_dpbf16ps(2, 5, 6);
+        ahead.next();
+        if constexpr (kTwoGroups) {
+            _tile_loadd(7, group1 + words, 64);
+            _tile_dpbf16ps(1, 4, 7);
+            ahead.next();
+            _tile_dpbf16ps(3, 5, 7);
+            ahead.next();
+        }
+    }
+    _tile_stored(0, out[0][0], 64);
+    _tile_stored(2, out[1][0], 64);
+    if constexpr (kTwoGroups) {
+        _tile_stored(1, out[0][1], 64);
+        _tile_stored(3, out[1][1], 64);
+    }
 }
 
 }  // namespace moeflex

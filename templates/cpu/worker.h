@@ -7,12 +7,12 @@
 #include "../scheduler.h"
 #include "activation.h"
 #include "gemm.h"
+#if MOEFLEX_ISA >= 4
+#include "groups.h"
+#endif
 
 namespace moeflex {
 
-enum class WeightPosition { output, hidden, input };
-
-constexpr int kTileRows = 256;
 constexpr int kCombineTokens = 8;
 
 inline long id_at(const MoeflexArgs& a, long token, long slot) {
@@ -56,19 +56,6 @@ inline double read(const double* p) {
     return *p;
 }
 
-// The nearest values of type T.
-template <class T>
-inline VecF rounded(VecF value) {
-    T nearest[kLanes];
-    store(nearest, value);
-    return load(nearest);
-}
-template <class T>
-inline double rounded(double value) {
-    T nearest;
-    convert(&value, &nearest, 1);
-    return to_float(nearest);
-}
 template <class T>
 inline void write(T* p, VecF v, long n) {
     if (n >= kLanes)
@@ -100,7 +87,11 @@ struct LayerBase {
     PlanView view = {};
     Counters counters = {};
     Element* hidden = nullptr;  // [rows][pitch_i]
-    char* scratch = nullptr;    // one a worker
+    // Where the layer is in groups (see groups.h), a row tile begins with a group of its own, here and in `hidden`; a
+    // tile in the direct form has its rows one behind the other there.
+    Element* groups = nullptr;           // x, or null: not in groups
+    const int* group_of_tile = nullptr;  // first group of a row tile
+    char* scratch = nullptr;             // one a worker
 
     struct Scratch {
         alignas(64) Word panel[(long)kPanelLanes * kMaxSteps];
@@ -135,6 +126,10 @@ struct LayerBase {
         p.num_blocks = args.num_threads;
         return p;
     }
+    // First row of a row tile in `hidden` (and in `groups`).
+    long base_of_tile(int row_tile) const {
+        return groups ? (long)group_of_tile[row_tile] * 16 : view.tile_row[row_tile];
+    }
     // Whether sequence numbers of so many rows fit.
     bool fits(long rows) const {
         return rows <= (1l << 29) &&
@@ -143,18 +138,24 @@ struct LayerBase {
 
     // One row of x as the products read it, times `weight` where weights enter there.
     void stage(const typename Config::X* from, long stride, Sum weight, Element* to) const {
-        if (stride == 1 && !kInput) {
-            convert(from, to, H);
-        } else {
-            for (long h = 0; h < H; h += 64) {
-                Sum part[64];
-                const long n = H - h < 64 ? H - h : 64;
-                for (long j = 0; j < n; ++j)
-                    part[j] = to_float(from[(h + j) * stride]) * (kInput ? weight : Sum(1));
-                convert(part, to + h, n);
-            }
-        }
+        stage_part(from, stride, weight, 0, H, to);
         if (H % Kind::kPair) std::memset(to + H, 0, sizeof(Element));
+    }
+
+    // Its elements [h, h + num).
+    void stage_part(const typename Config::X* from, long stride, Sum weight, long h, long num,
+                    Element* to) const {
+        if (stride == 1 && !kInput) {
+            convert(from + h, to, num);
+            return;
+        }
+        for (long done = 0; done < num; done += 64) {
+            Sum part[64];
+            const long n = num - done < 64 ? num - done : 64;
+            for (long j = 0; j < n; ++j)
+                part[j] = to_float(from[(h + done + j) * stride]) * (kInput ? weight : Sum(1));
+            convert(part, to + done, n);
+        }
     }
 };
 
@@ -179,6 +180,24 @@ struct Worker {
 
     bool direct(const MoeflexMatrix& m, int rows) const {
         return Kind::kHasDirect && m.in_stride == 1 && rows <= layer.args.direct_rows;
+    }
+
+    // The tile by way of groups; false where it is not in groups.
+    template <int kStage>
+    bool in_groups(const Tile& t) {
+#if MOEFLEX_ISA >= 4
+        if constexpr (Kind::kHasTiles) {
+            if (!layer.groups || layer.view.tile_rows[t.row_tile] <= layer.args.direct_rows)
+                return false;
+            GroupWorker<Layer> ops{layer, s, ahead};
+            if constexpr (kStage == kGemm0)
+                ops.gemm0(t);
+            else
+                ops.gemm1(t);
+            return true;
+        }
+#endif
+        return false;
     }
 
     static Walk walk(const MoeflexMatrix& m, size_t size, long first, long cols, long ks) {
@@ -221,6 +240,14 @@ struct Worker {
         ahead.per_stretch = (int)((ahead.num_lines() + stretches - 1) / stretches);
     }
 
+    // The same over the steps of the direct form's register tiles.
+    void pace_direct(int rows, long ks) {
+        const long steps =
+            (long)Groups(rows).num * (kPanelLanes / kDotCols) *
+            ((ks + Kind::kVecLanes * Kind::kPair - 1) / (Kind::kVecLanes * Kind::kPair));
+        ahead.per_stretch = (int)((ahead.num_lines() + steps - 1) / steps);
+    }
+
     template <class Pack>
     void through_panels(int rows, long ks, Pack pack) {
         pace(rows, ks);
@@ -247,8 +274,15 @@ struct Worker {
         typedef typename Config::W13 T;
         const MoeflexArgs& a = layer.args;
         const int rows = layer.view.tile_rows[t.row_tile];
-        const long row0 = layer.view.tile_row[t.row_tile], first = (long)t.col * kCols0;
-        for (int m = 0; m < rows; ++m) s.rows[m] = layer.row_of_x(row0 + m);
+        const long row0 = layer.view.tile_row[t.row_tile], first = (long)t.col * kCols0,
+                   base = layer.base_of_tile(t.row_tile);
+        load_bias(a.gate_bias, a.bias13_dtype, t.expert, first, I, 0, kCols0);
+        if constexpr (Config::gated)
+            load_bias(a.up_bias, a.bias13_dtype, t.expert, first, I, kCols0, kCols0);
+        if (in_groups<kGemm0>(t)) return;
+        for (int m = 0; m < rows; ++m)
+            s.rows[m] =
+                layer.groups ? layer.groups + (base + m) * layer.pitch_h : layer.row_of_x(row0 + m);
         const MoeflexMatrix& gate = a.gate[t.expert];
         // Gate and up that alternate along a contiguous axis are read as one stripe and come out alternating.
         bool alternate = false;
@@ -262,6 +296,7 @@ struct Worker {
         }
         if (direct(gate, rows)) {
             if constexpr (Kind::kHasDirect) {
+                pace_direct(rows, H);
                 multiply_direct<Kind, T>(s.rows, rows, gate, first, I, H, s.sums, 0, kCols0, ahead);
                 if constexpr (Config::gated)
                     multiply_direct<Kind, T>(s.rows, rows, a.up[t.expert], first, I, H, s.sums,
@@ -279,17 +314,13 @@ struct Worker {
                 }
             });
         }
-        load_bias(a.gate_bias, a.bias13_dtype, t.expert, first, I, 0, kCols0);
-        if constexpr (Config::gated)
-            load_bias(a.up_bias, a.bias13_dtype, t.expert, first, I, kCols0, kCols0);
         const long cols = I - first < kCols0 ? I - first : kCols0;
         for (int m = 0; m < rows; ++m) {
             Sum* sums = s.sums + (long)m * kPanelLanes;
             if (alternate) split_pairs(sums, a.up_interleaved < 0);
-            finish_hidden(sums, cols, layer.hidden + (row0 + m) * layer.pitch_i + first,
-                          layer.weight_of_row(row0 + m));
-            if (I % Kind::kPair && first + cols == I)
-                std::memset(layer.hidden + (row0 + m) * layer.pitch_i + I, 0, sizeof(Element));
+            Element* out = layer.hidden + (base + m) * layer.pitch_i;
+            finish_hidden(sums, cols, out + first, layer.weight_of_row(row0 + m));
+            if (I % Kind::kPair && first + cols == I) std::memset(out + I, 0, sizeof(Element));
         }
     }
 
@@ -307,43 +338,40 @@ struct Worker {
         for (long j = 0; j < cols; j += kStep) {
             auto value = read(sums + j);
             if (layer.args.gate_bias) value = value + read(s.bias + j);
-            value = gemm_result<typename Config::W13>(value);
+            value = gemm_result<Config, typename Config::W13>(value);
             if constexpr (Config::gated) {
                 auto up = read(sums + kCols0 + j);
                 if (layer.args.up_bias) up = up + read(s.bias + kCols0 + j);
-                up = gemm_result<typename Config::W13>(up);
+                up = gemm_result<Config, typename Config::W13>(up);
                 value = activate<Config>(value, up);
             } else {
                 value = activate<Config>(value);
             }
             if (Config::position == WeightPosition::hidden) value = value * weight;
-            write(out + j, gemm_result<typename Config::W2>(value), cols - j);
+            write(out + j, gemm_result<Config, typename Config::W2>(value), cols - j);
         }
-    }
-
-    // Rounded to the dtype of the weights where the plan asks for it.
-    template <class T, class V>
-    static V gemm_result(V value) {
-        if constexpr (Config::round_gemms) return rounded<T>(value);
-        return value;
     }
 
     void gemm1(const Tile& t) {
         typedef typename Config::W2 T;
         const MoeflexArgs& a = layer.args;
         const int rows = layer.view.tile_rows[t.row_tile];
-        const long row0 = layer.view.tile_row[t.row_tile], first = (long)t.col * kCols1;
-        for (int m = 0; m < rows; ++m) s.rows[m] = layer.hidden + (row0 + m) * layer.pitch_i;
+        const long row0 = layer.view.tile_row[t.row_tile], first = (long)t.col * kCols1,
+                   base = layer.base_of_tile(t.row_tile);
+        load_bias(a.down_bias, a.bias2_dtype, t.expert, first, H, 0, kCols1);
+        if (in_groups<kGemm1>(t)) return;
+        for (int m = 0; m < rows; ++m) s.rows[m] = layer.hidden + (base + m) * layer.pitch_i;
         const MoeflexMatrix& down = a.down[t.expert];
         if (direct(down, rows)) {
-            if constexpr (Kind::kHasDirect)
+            if constexpr (Kind::kHasDirect) {
+                pace_direct(rows, I);
                 multiply_direct<Kind, T>(s.rows, rows, down, first, H, I, s.sums, 0, kCols1, ahead);
+            }
         } else {
             through_panels(rows, I, [&](long k, long n) {
                 pack_lanes<Kind, T>(down, first, H, k, n, s.panel, 0, kCols1);
             });
         }
-        load_bias(a.down_bias, a.bias2_dtype, t.expert, first, H, 0, kCols1);
         const long cols = H - first < kCols1 ? H - first : kCols1;
         constexpr int kStep = step_of(Sum());
         for (int m = 0; m < rows; ++m) {
@@ -352,7 +380,7 @@ struct Worker {
             for (long j = 0; j < cols; j += kStep) {
                 auto value = read(sums + j);
                 if (a.down_bias) value = value + read(s.bias + j);
-                write(out + j, gemm_result<T>(value), cols - j);
+                write(out + j, gemm_result<Config, T>(value), cols - j);
             }
         }
     }
