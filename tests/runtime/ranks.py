@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import multiprocessing
 import traceback
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-SECONDS = 60
+SECONDS = 180  # compilers of several tests share a small machine
 
 
 def run_ranks(
@@ -23,9 +24,12 @@ def run_ranks(
     A rank that raises or hangs fails the test; those in `lost` are expected to die.
     """
     context = multiprocessing.get_context("fork")
+    meeting = f"file://{folder}/rendezvous-{uuid.uuid4().hex}"  # a file serves one group
     pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
     processes = [
-        context.Process(target=_rank, args=(worker, rank, num_ranks, folder, pipe[1], args))
+        context.Process(
+            target=_rank, args=(worker, rank, num_ranks, folder, meeting, pipe[1], args)
+        )
         for rank, pipe in enumerate(pipes)
     ]
     for process in processes:
@@ -50,13 +54,17 @@ def run_ranks(
 
 
 def _rank(
-    worker: Callable[..., Any], rank: int, num_ranks: int, folder: Path, pipe: Any, args: Any
+    worker: Callable[..., Any],
+    rank: int,
+    num_ranks: int,
+    folder: Path,
+    meeting: str,
+    pipe: Any,
+    args: Any,
 ) -> None:
     torch.set_num_threads(1)
     try:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=num_ranks
-        )
+        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=num_ranks)
         _send(pipe, True, worker(rank, num_ranks, folder, *args))
     except BaseException:
         _send(pipe, False, traceback.format_exc())
