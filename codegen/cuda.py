@@ -43,7 +43,6 @@ class Kernel(Name):
     """Which of the kernels."""
 
     PREFILL = "prefill"
-    WIDE = "wide"
     DECODE = "decode"
 
 
@@ -52,8 +51,7 @@ class CudaConfig:
     """All compile-time choices of one layer kernel.
 
     Attributes:
-        kernel: prefill (many tokens, which are the M operand), decode (few; weights are), or wide
-            (many; weights are: see `wide_config`).
+        kernel: prefill (many tokens, which are the M operand) or decode (few; weights are).
         dtype: of x and of the expert tensors, "bf16" | "fp16".
         out_dtype: of the result, "bf16" | "fp16" | "fp32".
         weight_dtype: of the combine weights, "bf16" | "fp16" | "fp32".
@@ -65,13 +63,11 @@ class CudaConfig:
         activation: the activation.
         weight_position: where the combine weight enters.
         num_stages: depth of the shared-memory ring.
-        num_tokens_per_tile: decode: N of the matrix product, 8 | 16 | 32 | 64; wide: the largest
-            N, 144; 0 for prefill.
-        num_slabs: 64-row slabs of weights a unit; 4 for wide, 0 for prefill.
+        num_tokens_per_tile: decode: N of the matrix product, 8 | 16 | 32 | 64; 0 for prefill.
+        num_slabs: decode: 64-row slabs of weights a unit; 0 for prefill.
         block_k: contraction elements a stage.
         max_routes: decode only: largest T * K that a launch may have; 0 for prefill (no limit).
-        num_slices: prefill and wide: the down projection runs in this many slices of columns; 0
-            for decode.
+        num_slices: prefill: the down projection runs in this many slices of columns; 0 for decode.
         watchdog: waits give up after two seconds and leave a diagnostic (for tests; slower).
     """
 
@@ -250,16 +246,6 @@ def choose_config(
     )
 
 
-def wide_config(config: CudaConfig) -> CudaConfig:
-    """The wide kernel for the layer of a prefill config: rows of an expert are cut evenly, in steps of 8.
-
-    A candidate: `choose_config` does not choose it before it has been measured against prefill.
-    """
-    return dataclasses.replace(
-        config, kernel=Kernel.WIDE, num_tokens_per_tile=144, num_slabs=4, num_stages=4
-    )
-
-
 _ELEMENT = {"bf16": "Bf16", "fp16": "Fp16", "fp32": "Fp32"}
 _INDEX = {"int64": "long long", "int32": "int"}
 _ACTIVATION = {
@@ -313,14 +299,13 @@ def _members(config: CudaConfig) -> dict[str, str]:
         "int kStages": str(config.num_stages),
         "int kBlockK": str(config.block_k),
     }
-    if config.kernel is not Kernel.PREFILL:
-        members["int kTokens"] = str(config.num_tokens_per_tile)
     if config.kernel is Kernel.DECODE:
+        members["int kTokens"] = str(config.num_tokens_per_tile)
         members["int kSlabs"] = str(config.num_slabs)
         members["int kMaxRoutes"] = str(config.max_routes)
         return members
     # The three warpgroups have 3 * 168 registers a thread at entry: setmaxnreg can hand out no more.
-    load = 88 if config.kernel is Kernel.WIDE else 72 if config.num_slices > 1 else 56
+    load = 72 if config.num_slices > 1 else 56
     members["int kSlices"] = str(config.num_slices)
     members["int kLoadRegisters"] = str(load)
     members["int kMathRegisters"] = str((3 * 168 - load) // 2)
@@ -329,7 +314,6 @@ def _members(config: CudaConfig) -> dict[str, str]:
 
 _MAPS = {
     Kernel.PREFILL: ("gate", "up", "down", "h", "h_store", "y_store"),
-    Kernel.WIDE: ("gate", "up", "down", "h", "y"),
     Kernel.DECODE: ("gate", "up", "down"),
 }
 

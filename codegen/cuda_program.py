@@ -19,7 +19,6 @@ MAX_TOKENS = 1 << 20
 # Between neighbours of this grid at most one change of the kernel is looked for.
 _GRID = sorted({*range(1, 17), *(round(16 * 1.125**i) for i in range(95)), MAX_TOKENS} - {0})
 
-_ROW_TILE_ALIGNMENT = 32  # kRowTileAlignment of templates/scheduler.h
 _ABI = 1
 _DTYPE_CODES = {"bf16": 0, "fp16": 1, "fp32": 2}
 _INDEX_BYTES = {"int64": 8, "int32": 4}
@@ -174,32 +173,7 @@ def _prefill_launch(config: CudaConfig) -> dict[str, int | tuple[int, ...]]:
     }
 
 
-def _wide_launch(config: CudaConfig) -> dict[str, int | tuple[int, ...]]:
-    rows = 64 * config.num_slabs
-    return {
-        "cooperative": 1,
-        "num_threads": config.num_threads,
-        "slab_rows": rows,
-        "pair_rows": rows,
-        "whole_rows": rows,
-        "down_rows": rows,
-        "box_k": config.block_k,
-        "num_row_maps": 2,
-        "row_map_of": (0, 1, 0),
-        "row_map_rows": (_ROW_TILE_ALIGNMENT, _ROW_TILE_ALIGNMENT, 0),
-        "tile_rows": config.num_tokens_per_tile,
-        "rows_per_tile": _ROW_TILE_ALIGNMENT,
-        "rows_per_route": 1,
-        "control": 128,
-        "control_per_expert": 1,
-        "control_per_tile": 1 + config.num_slices,
-        "routes_per_route": 2,
-        "routes_per_row": 2,
-    }
-
-
 _LAUNCHES = {
     Kernel.DECODE: _decode_launch,
     Kernel.PREFILL: _prefill_launch,
-    Kernel.WIDE: _wide_launch,
 }

@@ -33,7 +33,6 @@ _TORCH_DTYPES = {
     "int32": torch.int32,
 }
 _ALIGNMENT_BYTES = 1024
-ROW_TILE_ALIGNMENT = 32  # kRowTileAlignment of templates/scheduler.h
 
 
 class KernelConfig(Protocol):
@@ -144,11 +143,6 @@ def plan_workspace(config: KernelConfig, plan: MoEPlan, num_tokens: int) -> Work
         num_rows = num_tiles * config.block_m
         control = 128 + experts.num_experts + (1 + config.num_slices) * num_tiles
         routes = num_routes + experts.num_experts + 1 + 2 * num_tiles + 2 * num_rows
-    elif config.kernel == "wide":
-        num_tiles = num_routes // config.num_tokens_per_tile + min(experts.num_experts, num_routes)
-        num_rows = num_routes + num_tiles * ROW_TILE_ALIGNMENT
-        control = 128 + experts.num_experts + (1 + config.num_slices) * num_tiles
-        routes = 2 * num_routes + 2 * num_rows
     else:
         num_rows = num_routes
         control = 96 + config.max_tiles
@@ -234,7 +228,6 @@ class CudaLayer:
         self._bind_biases(tensors)
         maps = {
             "prefill": self._prefill_maps,
-            "wide": self._wide_maps,
             "decode": self._weight_maps,
         }[config.kernel](gate, up, down)
         self._maps = maps
@@ -299,20 +292,6 @@ class CudaLayer:
             plain(h, spec.intermediate, 128),
             plain(h, spec.intermediate, 64),
             plain(y, spec.hidden, 64),
-        ]
-
-    def _wide_maps(self, gate: Matrix, up: Matrix | None, down: Matrix) -> list[TensorMap]:
-        spec, dtype, rows = self.plan.experts, self.config.dtype, self.workspace.num_rows
-        box = (64, ROW_TILE_ALIGNMENT)
-        return [
-            *self._weight_maps(gate, up, down),
-            *(
-                TensorMap(address, dtype, (width, rows), (2 * width,), box)
-                for address, width in (
-                    (self._args.h, spec.intermediate),
-                    (self._args.y, spec.hidden),
-                )
-            ),
         ]
 
     def _weight_maps(self, gate: Matrix, up: Matrix | None, down: Matrix) -> list[TensorMap]:

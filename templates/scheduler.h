@@ -125,25 +125,6 @@ MOEFLEX_HD int height_for(const Problem& p, int rows) {
     return height;
 }
 
-// An expert's rows cut into row tiles of nearly equal size: padding is under kRowTileStep rows a tile, and no tile
-// is so small that reading the weights for it costs as much as for a full one.
-constexpr int kRowTileStep = 8;  // rows of a tile are a multiple of this, but for the last one
-constexpr int kRowTileAlignment = 32;  // the first row of a tile is a multiple of this
-struct RowCut {
-    int num_tiles;
-    int tile_rows;  // rows of every tile but the last
-    int stride;     // from the first row of one tile to that of the next
-};
-MOEFLEX_HD RowCut cut_rows(int num_rows, int max_tile_rows) {
-    RowCut cut;
-    cut.num_tiles = ceil_div(num_rows, max_tile_rows);
-    cut.tile_rows =
-        cut.num_tiles ? round_up(ceil_div(num_rows, cut.num_tiles), kRowTileStep) : kRowTileStep;
-    cut.num_tiles = ceil_div(num_rows, cut.tile_rows);
-    cut.stride = round_up(cut.tile_rows, kRowTileAlignment);
-    return cut;
-}
-
 // Lane `lane` of `lanes` fills its share of the arrays; every lane returns the same plan. An expert's tiles are
 // full ones, then one tail. Rows of an expert are padded to its tiles' heights and to row_align only when
 // row_align > 1; with row_align == 1 the buffer has no padding at all.

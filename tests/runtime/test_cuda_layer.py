@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_compiler import reference
-from moe_compiler.codegen.cuda import CudaConfig, choose_config, render, wide_config
+from moe_compiler.codegen.cuda import CudaConfig, choose_config, render
 from moe_compiler.ir import (
     ActivationKind,
     ActivationSpec,
@@ -163,13 +163,11 @@ def poison(layer: CudaLayer) -> None:
 
 
 def check(case: Case, num_tokens: int, routing: str, kind: str = "", repeats: int = 3) -> None:
-    """`kind`: "decode", "prefill" or "wide" where it can be had; "": what `choose_config` says."""
-    plan = dataclasses.replace(case.plan, batch_invariant=kind in ("prefill", "wide"))
+    """`kind`: "decode" or "prefill" where it can be had; "": what `choose_config` says."""
+    plan = dataclasses.replace(case.plan, batch_invariant=kind == "prefill")
     config = choose_config(
         plan, num_tokens, case.dtype, weight_dtype=case.weight_dtype, index_dtype=case.index_dtype
     )
-    if kind == "wide":
-        config = wide_config(config)
     dtype = reference.DTYPES[case.dtype]
     experts = make_experts(plan, dtype)
     x = torch.randn(num_tokens, case.hidden, device="cuda").to(dtype)
@@ -196,7 +194,7 @@ def check(case: Case, num_tokens: int, routing: str, kind: str = "", repeats: in
     assert_close_to_fp32(outs[0].cpu(), eager.cpu(), fp32.cpu())
 
 
-KINDS = ("decode", "prefill", "wide")
+KINDS = ("decode", "prefill")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -211,11 +209,10 @@ def test_layer_matches_reference(name: str, kind: str) -> None:
         check(case, 1000, "one", kind)
 
 
-@pytest.mark.parametrize("kind", ["", "wide"])
 @pytest.mark.parametrize("num_tokens", [512, 1000, 2048])
-def test_many_tokens(num_tokens: int, kind: str) -> None:
-    check(CASES["qwen3-30b"], num_tokens, "random", kind)
-    check(CASES["mn-major"], num_tokens, "invalid", kind)
+def test_many_tokens(num_tokens: int) -> None:
+    check(CASES["qwen3-30b"], num_tokens, "random")
+    check(CASES["mn-major"], num_tokens, "invalid")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -264,8 +261,6 @@ def test_watchdog_build_passes_random_routings(kind: str) -> None:
     case = Case(32, 4, 256, 192)
     plan = dataclasses.replace(case.plan, batch_invariant=kind != "decode")
     config = choose_config(plan, 300, "bf16", watchdog=True)
-    if kind == "wide":
-        config = wide_config(config)
     kernel = load(config)
     experts = make_experts(plan, torch.bfloat16)
     layer = CudaLayer(kernel, config, plan, experts, 300)

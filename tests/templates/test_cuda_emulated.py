@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from moe_compiler import reference
-from moe_compiler.codegen.cuda import CudaConfig, choose_config, render, wide_config
+from moe_compiler.codegen.cuda import CudaConfig, choose_config, render
 from moe_compiler.codegen.cuda import Kernel as KernelKind
 from moe_compiler.ir import (
     ActivationKind,
@@ -191,7 +191,6 @@ CASES = {
 QUICK = {
     KernelKind.DECODE: ("plain", "mn-major", "interleaved-mn-major"),
     KernelKind.PREFILL: ("plain", "larger", "mn-major"),
-    KernelKind.WIDE: ("plain", "shard", "mn-major", "interleaved-mn-major"),
 }
 RUNS = [
     pytest.param(kind, name, marks=() if name in QUICK[kind] else pytest.mark.slow)
@@ -213,8 +212,6 @@ def check(
     torch.manual_seed(num_tokens)
     plan = dataclasses.replace(case.plan, batch_invariant=kind != KernelKind.DECODE)
     config = choose_config(plan, num_tokens, "bf16")
-    if kind == KernelKind.WIDE:
-        config = wide_config(config)
     assert config.kernel == kind
     experts = []
     for role in plan.experts.tensor_roles:
@@ -255,8 +252,6 @@ def test_layer_on_paper(kind: str, name: str, compile_cpp: Any, tmp_path: Path) 
         (KernelKind.DECODE, 1),
         (KernelKind.PREFILL, 1),
         (KernelKind.PREFILL, 300),
-        (KernelKind.WIDE, 1),
-        (KernelKind.WIDE, 300),
     ],
 )
 def test_few_and_many_tokens_on_paper(
@@ -286,11 +281,6 @@ SEEDED_BUGS = {
         "named_barrier(1 + warpgroup, 128);\n        stage.advance(num_steps);",
         "for (; num_steps; --num_steps, stage.advance())"
         " shared.full[stage.index].wait(stage.parity);",
-    ),
-    "h of a wide tile is read before it is there": (
-        KernelKind.WIDE,
-        "wait_at_least(work.h_done(tile.row_tile), n0 * 2);",
-        "",
     ),
     "the last tile is never published": (
         KernelKind.PREFILL,

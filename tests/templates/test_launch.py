@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import struct
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_compiler.codegen import cuda, cuda_program
-from moe_compiler.codegen.cuda import choose_config, wide_config
+from moe_compiler.codegen import cuda_program
+from moe_compiler.codegen.cuda import choose_config
 from moe_compiler.runtime import cuda_launch, cuda_maps, cuda_target
 from tests.runtime.test_cuda_layer import CASES, Case
 
@@ -99,17 +98,9 @@ def recorded(monkeypatch, case: Case, tokens: int, prefill: bool, experts: list[
     return layer
 
 
-def choose_wide(*args, **kwargs):
-    return wide_config(cuda.choose_config(*args, **kwargs))
-
-
-@pytest.mark.parametrize("kernel", ["decode", "prefill", "wide"])
+@pytest.mark.parametrize("kernel", ["decode", "prefill"])
 @pytest.mark.parametrize("name", [n for n in CASES if n not in ("qwen3-30b", "gpt-oss")])
 def test_maps_workspace_and_arguments(launched: Run, monkeypatch, name: str, kernel: str):
-    if kernel == "wide":  # a candidate that no plan gets yet
-        monkeypatch.setattr(cuda_program, "choose_config", choose_wide)
-        monkeypatch.setattr(sys.modules[__name__], "choose_config", choose_wide)
-        monkeypatch.setattr(cuda_program, "ranges", cuda_program.ranges.__wrapped__)
     prefill = kernel != "decode"
     case = CASES[name]
     experts = experts_of(case)
