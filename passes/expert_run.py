@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, fx
 
 from moe_compiler.ir import ExpertSpec, MoEPlan, RouterSpec, Score
+from moe_compiler.passes import describe
+from moe_compiler.passes.candidates import Candidate
 from moe_compiler.passes.nodes import CASTS, VIEWS, is_float, op_name, tensor
 from moe_compiler.passes.operands import Operands
 from moe_compiler.passes.subgraph import (
@@ -21,6 +23,9 @@ from moe_compiler.reference import moe_layer
 
 TOLERANCE = 1e-9
 """Relative error under which two fp64 results are the same function."""
+
+MAX_PROOF_BYTES = 6 << 30
+MAX_PROOF_FLOP = 4e11
 
 
 class ExpertRun:
@@ -93,6 +98,48 @@ class ExpertRun:
         if out.numel() != self.num_tokens * self.hidden:
             raise SliceError(f"the result has {out.numel()} elements instead of T * H")
         return out.reshape(self.num_tokens, self.hidden)
+
+
+def run_of(candidate: Candidate, sizes: Sizes, operands: Operands) -> ExpertRun:
+    """The experts of a candidate at some sizes, under some assignment of roles."""
+    return ExpertRun(
+        candidate.part,
+        x=candidate.x,
+        ids=candidate.ids,
+        weights=candidate.weights,
+        dense=candidate.dense,
+        operands=operands,
+        sizes=sizes,
+    )
+
+
+def run_bytes(run: ExpertRun) -> int:
+    """Bytes of fp64 values that a run holds; gathers decide, as weights are views of small buffers."""
+    inter = run.sizes.shape(run.operands.down[0])
+    matrix = inter[-1] * inter[-2]
+    routes = run.num_tokens * run.top_k
+    form = describe.expert_form(run.runner.part)
+    if form == "gathered":
+        return routes * matrix * 3 * 8
+    if form == "dense":
+        return run.num_tokens * run.operands.num_experts * (run.hidden + 3 * inter[-1]) * 8
+    return routes * (2 * run.hidden + 3 * max(inter[-2:])) * 8 + 3 * matrix * 8
+
+
+def too_large_to_prove(run: ExpertRun) -> str:
+    """Why a run costs too much, or ""."""
+    size = run_bytes(run)
+    inter = run.sizes.shape(run.operands.down[0])
+    routes = run.num_tokens * run.top_k
+    if describe.expert_form(run.runner.part) == "dense":
+        routes = run.num_tokens * run.operands.num_experts
+    flop = 6.0 * routes * inter[-1] * inter[-2]
+    if size > MAX_PROOF_BYTES or flop > MAX_PROOF_FLOP:
+        return (
+            f"its proof would need {size / 2**30:.1f} GiB and {flop / 1e9:.0f} GFLOP at sizes that "
+            "cannot be shrunk; compile with dynamic=True or fewer tokens"
+        )
+    return ""
 
 
 def distinct_ids(

@@ -95,6 +95,22 @@ def match_router(problem: RouterProblem) -> RouterMatch | NoMatchReason:
             return NoMatchReason(str(error))
 
 
+def crowd_reason(problem: RouterProblem, spec: RouterSpec) -> str:
+    """Why a proven router does not hold for as many equal tokens as `problem` has, or ""."""
+    recorder = Recorder(problem)
+    generator = torch.Generator().manual_seed(3)
+    row = torch.randn(1, problem.num_experts, generator=generator, dtype=torch.float64)
+    bias = 1 + 1e-3 * row[0].flip(0) if problem.has_bias else None
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        try:
+            seen = recorder.observe(row.expand(problem.num_tokens, -1).contiguous(), bias)
+        except RefusedError as error:
+            return str(error)
+    if _error(spec, [seen]) <= WEIGHT_TOLERANCE:
+        return ""
+    return f"the routing of a token depends on the other tokens of a batch of {problem.num_tokens}"
+
+
 def _match(problem: RouterProblem, recorder: Recorder) -> RouterMatch | NoMatchReason:
     seen = precise_observations(recorder, seed=0)
     check_repeatable(recorder, seen[0])

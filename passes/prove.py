@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ from moe_compiler.ir import (
 )
 from moe_compiler.passes import describe
 from moe_compiler.passes.candidates import Candidate
+from moe_compiler.passes.crowd import CapacityError, check_crowd
 from moe_compiler.passes.dataflow import id_bound
 from moe_compiler.passes.expert_run import (
     TOLERANCE,
@@ -33,12 +35,15 @@ from moe_compiler.passes.expert_run import (
     random_tensors,
     reference,
     relative_error,
+    run_bytes,
+    run_of,
+    too_large_to_prove,
 )
 from moe_compiler.passes.explain import explain_mismatch
 from moe_compiler.passes.match_experts import identify_operands
 from moe_compiler.passes.match_router import RouterMatch
 from moe_compiler.passes.nodes import num_rows, shape_hint, tensor
-from moe_compiler.passes.operands import NoSpecError, Operands
+from moe_compiler.passes.operands import NoSpecError
 from moe_compiler.passes.outcome import Outcome, ProofMemory, ProofStore
 from moe_compiler.passes.prove_router import prove_router, router_bias, router_signature
 from moe_compiler.passes.shrink import candidate_sizes
@@ -54,9 +59,6 @@ NATIVE_TOLERANCE: Mapping[torch.dtype, float] = {
     torch.float64: 1e-9,
 }
 """How far rounding may take the sub-graph, in its own dtypes, from fp64."""
-
-MAX_PROOF_BYTES = 6 << 30
-MAX_PROOF_FLOP = 4e11
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,23 +115,13 @@ def _key(candidate: Candidate) -> str:
 def _prove(candidate: Candidate) -> Outcome:
     start = time.perf_counter()
     spec, swapped, run, error = None, False, None, 0.0
-    reason = ""
+    reason = capacity = ""
     for sizes in candidate_sizes(
         candidate.part, x=candidate.x, ids=candidate.ids, operands=candidate.operands
     ):
-
-        def make_run(operands: Operands, sizes=sizes) -> ExpertRun:  # type: ignore[no-untyped-def]
-            return ExpertRun(
-                candidate.part,
-                x=candidate.x,
-                ids=candidate.ids,
-                weights=candidate.weights,
-                dense=candidate.dense,
-                operands=operands,
-                sizes=sizes,
-            )
-
-        too_large = _too_large(make_run(candidate.operands))
+        make_run = functools.partial(run_of, candidate, sizes)
+        unproven = make_run(candidate.operands)
+        too_large = too_large_to_prove(unproven)
         if too_large:
             reason = reason or too_large
             continue
@@ -139,10 +131,12 @@ def _prove(candidate: Candidate) -> Outcome:
             )
             swapped = operands is not candidate.operands
             error = _check_experts(run, spec)
+            run.num_runs += check_crowd(candidate, run, spec)
             break
         except (NoSpecError, SliceError) as failure:
-            # a reason at small sizes may come from the shrinking: the sizes as they are decide
-            reason, spec = _explained(make_run(candidate.operands), failure), None
+            # whether it holds is decided at the sizes as they are; a capacity shows at small ones
+            reason = capacity = _capacity(failure) or capacity
+            reason, spec = reason or _explained(unproven, failure), None
     router: RouterMatch | None = None
     note = ""
     if spec is not None:
@@ -158,7 +152,7 @@ def _prove(candidate: Candidate) -> Outcome:
         num_runs=(run.num_runs if run else 0) + (router.num_runs if router else 0),
         precision="fp64",
         seconds=time.perf_counter() - start,
-        peak_bytes=_run_bytes(run) if run else 0,
+        peak_bytes=run_bytes(run) if run else 0,
     )
     return Outcome(
         spec=spec,
@@ -170,40 +164,16 @@ def _prove(candidate: Candidate) -> Outcome:
     )
 
 
+def _capacity(failure: Exception) -> str:
+    return str(failure) if isinstance(failure, CapacityError) else ""
+
+
 def _explained(run: ExpertRun, failure: Exception) -> str:
     """The property of an MoE block that is missing, or what the matcher said."""
     if isinstance(failure, NoSpecError):
         with contextlib.suppress(SliceError):
             return explain_mismatch(run) or str(failure)
     return str(failure)
-
-
-def _run_bytes(run: ExpertRun) -> int:
-    """Bytes of fp64 values that a run holds; gathers decide, as weights are views of small buffers."""
-    inter = run.sizes.shape(run.operands.down[0])
-    matrix = inter[-1] * inter[-2]
-    routes = run.num_tokens * run.top_k
-    form = describe.expert_form(run.runner.part)
-    if form == "gathered":
-        return routes * matrix * 3 * 8
-    if form == "dense":
-        return run.num_tokens * run.operands.num_experts * (run.hidden + 3 * inter[-1]) * 8
-    return routes * (2 * run.hidden + 3 * max(inter[-2:])) * 8 + 3 * matrix * 8
-
-
-def _too_large(run: ExpertRun) -> str:
-    size = _run_bytes(run)
-    inter = run.sizes.shape(run.operands.down[0])
-    routes = run.num_tokens * run.top_k
-    if describe.expert_form(run.runner.part) == "dense":
-        routes = run.num_tokens * run.operands.num_experts
-    flop = 6.0 * routes * inter[-1] * inter[-2]
-    if size > MAX_PROOF_BYTES or flop > MAX_PROOF_FLOP:
-        return (
-            f"its proof would need {size / 2**30:.1f} GiB and {flop / 1e9:.0f} GFLOP at sizes that "
-            "cannot be shrunk; compile with dynamic=True or fewer tokens"
-        )
-    return ""
 
 
 def _check_experts(run: ExpertRun, spec: ExpertSpec) -> float:

@@ -6,7 +6,13 @@ import torch
 from torch import Tensor, fx
 
 from moe_compiler.passes.candidates import Candidate
-from moe_compiler.passes.match_router import NoMatchReason, RouterMatch, match_router
+from moe_compiler.passes.crowd import larger_sizes, numbers_in, tokens_beyond
+from moe_compiler.passes.match_router import (
+    NoMatchReason,
+    RouterMatch,
+    crowd_reason,
+    match_router,
+)
 from moe_compiler.passes.nodes import op_name, shape_hint, tensor
 from moe_compiler.passes.router_probe import RouterProblem
 from moe_compiler.passes.shrink import candidate_sizes
@@ -93,8 +99,26 @@ def prove_router(candidate: Candidate, num_experts: int) -> tuple[RouterMatch | 
         if isinstance(found, NoMatchReason):
             reason = found.reason
             continue
+        crowded = _crowd_reason(candidate, part, sizes, found)
+        if crowded:
+            return None, crowded
         return found, "" if found.exact_ids else found.note
     return None, reason
+
+
+def _crowd_reason(candidate: Candidate, part: Slice, sizes: Sizes, found: RouterMatch) -> str:
+    """Why a router does not hold for more tokens than any number that it reads, or ""."""
+    (logits,) = part.inputs
+    needed = tokens_beyond(numbers_in(part, sizes.literals), logits)
+    if needed <= _RouterFunction(part, sizes).num_tokens:
+        return ""
+    reason = "its router cannot be run on more tokens than the numbers that it reads"
+    for larger in larger_sizes(part, logits, candidate.ids, needed, None):
+        try:
+            return crowd_reason(_problem(candidate, part, larger), found.spec)
+        except SliceError as error:
+            reason = str(error)
+    return reason
 
 
 def _problem(candidate: Candidate, part: Slice, sizes: Sizes) -> RouterProblem:

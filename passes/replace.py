@@ -205,7 +205,7 @@ def _refuse_aliases(flow: DataFlow, match: Match) -> None:
 def _refuse_writes(flow: DataFlow, match: Match) -> None:
     """The op reads its inputs where the output stood, and writes to nothing."""
     end = flow.position[match.output]
-    for node in (match.x, match.ids, match.weights):
+    for node in (match.x, match.ids, match.weights, *match.experts):
         if flow.version_at(node, end) not in (node, flow.version_at(node, flow.position[node] + 1)):
             raise ReplaceError(f"'{node.name}' is written to while the block runs")
     body = set(match.body)
@@ -215,16 +215,29 @@ def _refuse_writes(flow: DataFlow, match: Match) -> None:
 
 
 def _refuse_late_views(flow: DataFlow, match: Match) -> None:
-    """Nobody may look at the memory of the output through a view that the block made."""
+    """Nobody may look at the memory of the output but as the output itself."""
     end = flow.position[match.output]
     storage = flow.storage(match.output)
     if storage not in match.body:
         return
     for node in match.body:
-        if node in (match.output, storage) or is_inplace(node) or flow.storage(node) is not storage:
+        if flow.storage(node) is not storage or not any(flow.position[u] > end for u in node.users):
             continue
-        if any(flow.position[u] > end for u in node.users):
+        redirected = node is storage or is_inplace(node)
+        if node is not match.output and not (redirected and _same_elements(node, match.output)):
             raise ReplaceError(f"'{node.name}' looks at the result's memory after the block")
+
+
+def _same_elements(node: fx.Node, other: fx.Node) -> bool:
+    """Whether two views of one memory show the same elements in the same order."""
+    a, b = tensor(node), tensor(other)
+    return (
+        a is not None
+        and b is not None
+        and tuple(a.shape) == tuple(b.shape)
+        and tuple(a.stride()) == tuple(b.stride())
+        and a.storage_offset() == b.storage_offset()
+    )
 
 
 def _redirect(flow: DataFlow, match: Match, result: fx.Node) -> None:

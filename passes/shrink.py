@@ -25,15 +25,23 @@ LARGE = 64
 
 
 def candidate_sizes(
-    part: Slice, *, x: fx.Node, ids: fx.Node, operands: Operands | None
+    part: Slice,
+    *,
+    x: fx.Node,
+    ids: fx.Node,
+    operands: Operands | None,
+    num_tokens: int = SMALL_TOKENS,
 ) -> Iterator[Sizes]:
-    """Sizes to try, smallest first; the last one changes no static size."""
-    symbols = small_symbols(part)
+    """Sizes to try, smallest first; the last one changes no static size.
+
+    `num_tokens` is about the number of tokens that the runs shall have; a static T is not enlarged.
+    """
+    symbols = small_symbols(part, num_tokens)
     seen = []
     for literals in (
-        _explicit(part, x, ids, operands, shrink_weights=True),
+        _explicit(part, x, ids, operands, num_tokens, shrink_weights=True),
         _by_divisor(part, x, ids, operands),
-        _explicit(part, x, ids, operands, shrink_weights=False),
+        _explicit(part, x, ids, operands, num_tokens, shrink_weights=False),
         {},
     ):
         if literals is not None and literals not in seen:
@@ -41,12 +49,12 @@ def candidate_sizes(
             yield Sizes(symbols=symbols, literals=literals)
 
 
-def small_symbols(part: Slice) -> dict[str, int]:
-    """Small values for the size symbols: their product is about SMALL_TOKENS."""
+def small_symbols(part: Slice, num_tokens: int = SMALL_TOKENS) -> dict[str, int]:
+    """Small values for the size symbols: the product of any two is about `num_tokens`."""
     names = sorted(free_symbols(part.leaves))
     if len(names) <= 1:
-        return dict.fromkeys(names, SMALL_TOKENS)
-    return {name: 2 if i == 0 else SMALL_TOKENS // 2 for i, name in enumerate(names)}
+        return dict.fromkeys(names, num_tokens)
+    return {name: 2 if i == 0 else -(-num_tokens // 2) for i, name in enumerate(names)}
 
 
 def _static(node: fx.Node) -> list[int]:
@@ -62,7 +70,13 @@ def _weight_sizes(operands: Operands | None) -> tuple[int, int] | None:
 
 
 def _explicit(
-    part: Slice, x: fx.Node, ids: fx.Node, operands: Operands | None, *, shrink_weights: bool
+    part: Slice,
+    x: fx.Node,
+    ids: fx.Node,
+    operands: Operands | None,
+    num_tokens: int,
+    *,
+    shrink_weights: bool,
 ) -> dict[int, int] | None:
     """T, H and I each get a small value of their own; None when two of them collide."""
     shape = _static(x)
@@ -80,8 +94,10 @@ def _explicit(
         return True
 
     good = True
-    if tokens > LARGE:
-        good &= _put_tokens(part, tokens, top_k, put)
+    if tokens > max(LARGE, num_tokens):
+        good &= _put_tokens(part, tokens, top_k, num_tokens, put)
+    else:
+        fixed |= {tokens, tokens * top_k}
     inter = wide = 0
     areas = _weight_sizes(operands)
     if areas is not None:
@@ -94,7 +110,9 @@ def _explicit(
     return mapping if good else None
 
 
-def _put_tokens(part: Slice, tokens: int, top_k: int, put: Callable[[int, int], bool]) -> bool:
+def _put_tokens(
+    part: Slice, tokens: int, top_k: int, num_tokens: int, put: Callable[[int, int], bool]
+) -> bool:
     batch = 1
     # a [B, S, H] tensor somewhere in the slice tells how T splits
     for node in (*part.inputs, *part.outputs):
@@ -102,9 +120,9 @@ def _put_tokens(part: Slice, tokens: int, top_k: int, put: Callable[[int, int], 
         if len(shape) == 3 and shape[0] * shape[1] == tokens:
             batch = shape[0]
             break
-    if batch > SMALL_TOKENS:
+    if batch > num_tokens:
         return False
-    small = max(1, SMALL_TOKENS // batch)
+    small = -(-num_tokens // batch)
     return (
         put(tokens // batch, small)
         and put(tokens, small * batch)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,11 +17,13 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.node import map_aggregate, map_arg
 from torch.utils._python_dispatch import _disable_current_modes
 
+from moe_compiler.passes.cpu_spellings import NOT_ON_A_CPU, REPLACED
 from moe_compiler.passes.dataflow import DataFlow
 from moe_compiler.passes.nodes import (
     CASTS,
     VIEWS,
     is_float,
+    is_inplace,
     op_name,
     size_hint,
     static_size,
@@ -62,14 +65,33 @@ class Slice:
         """Everything that has to be given a value to run the slice."""
         return self.inputs + self.weights + self.scalars
 
+    def held(self, read: fx.Node, node: fx.Node, known: Container[fx.Node]) -> fx.Node:
+        """What `node` finds under `read`: another version, where the slice was cut behind a write.
+
+        Raises:
+            SliceError: none of `known` is the tensor that it reads.
+        """
+        if read in known:
+            return read
+        version = self.flow.version_at(read, self.flow.position[node])
+        shapes = [None if (t := tensor(n)) is None else tuple(t.shape) for n in (version, read)]
+        if version not in known or shapes[0] is None or shapes[0] != shapes[1]:
+            raise SliceError(f"'{read.name}' is written in place through a view of it")
+        return version
+
+    def _arguments(self, node: fx.Node, number: Mapping[fx.Node, int]) -> str:
+        def numbered(read: fx.Node) -> str:
+            return f"%{number[self.held(read, node, number)]}"
+
+        return str(map_arg((node.args, node.kwargs), numbered))
+
     def signature(self) -> str:
         """Text that is equal for slices that compute the same function (up to names of nodes)."""
         number = {node: i for i, node in enumerate(itertools.chain(self.leaves, self.body))}
         lines = [_leaf_signature(node) for node in self.leaves]
         lines += [f"autocast {self.flow.autocast_at(node)}" for node in self.body[:1]]
         for node in self.body:
-            arguments = map_arg((node.args, node.kwargs), lambda n: f"%{number[n]}")
-            lines.append(f"{node.op} {_target_name(node)} {arguments}")
+            lines.append(f"{node.op} {_target_name(node)} {self._arguments(node, number)}")
         lines.append(f"return {[number[n] for n in self.outputs]}")
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
@@ -296,14 +318,11 @@ class Runner:
                 environment.pop(read, None)
         return [environment[n] for n in self.part.outputs]
 
-    @property
+    @functools.cached_property
     def _written(self) -> set[fx.Node]:
-        written = set()
-        body = set(self.part.body)
-        for leaf in self.part.inputs + self.part.weights:
-            if any(writer in body for _, writer in self.part.flow.writes.get(leaf, ())):
-                written.add(leaf)
-        return written
+        flow = self.part.flow
+        storages = {flow.storage(n) for n in self.part.body if is_inplace(n)}
+        return {n for n in self.part.inputs + self.part.weights if flow.storage(n) in storages}
 
     def _scalar(self, node: fx.Node) -> Any:
         found = value(node)
@@ -319,7 +338,7 @@ class Runner:
     def _execute(self, node: fx.Node, environment: Mapping[fx.Node, Any], precise: bool) -> Any:
         def bind(argument: Any) -> Any:
             if isinstance(argument, fx.Node):
-                return environment[argument]
+                return environment[self.part.held(argument, node, environment)]
             # bool is an int; it is never a size
             if type(argument) is int:
                 return self.sizes.literals.get(argument, argument)
@@ -331,8 +350,8 @@ class Runner:
         bound: Any = map_aggregate((node.args, node.kwargs), bind)
         args, kwargs = bound
         name = op_name(node)
-        if name in _REPLACED and (precise or name in _NOT_ON_A_CPU):
-            return _REPLACED[name](*args, **kwargs)
+        if name in REPLACED and (precise or name in NOT_ON_A_CPU):
+            return REPLACED[name](*args, **kwargs)
         if precise and node.op == "call_method" and name in _FLOAT_METHODS:
             return args[0].double()
         if node.op == "call_method":
@@ -366,38 +385,3 @@ def _plain_execution(precise: bool, autocast: torch.dtype | None) -> Iterator[No
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-
-
-def _grouped_mm(
-    x: Tensor,
-    weight: Tensor,
-    offs: Tensor | None = None,
-    bias: Tensor | None = None,
-    out_dtype: Any = None,
-) -> Tensor:
-    """Grouped GEMM: x [S, in] with row offsets, weight [E, in, out]; rows past the end are NaN."""
-    if x.ndim != 2 or weight.ndim != 3 or offs is None or bias is not None:
-        raise SliceError("a grouped GEMM of this form has no reference")
-    out = torch.full((x.shape[0], weight.shape[-1]), float("nan"), dtype=x.dtype)
-    start = 0
-    for expert, end in enumerate(offs.tolist()):
-        if end > start:
-            out[start:end] = x[start:end] @ weight[expert]
-            start = end
-    return out
-
-
-def _histc(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """`torch.histc` of integers, as models traced for other devices spell it."""
-    return torch.histc(x.double(), *args, **kwargs).to(x.dtype)
-
-
-# Operators that a CPU lacks in some dtype, or refuses at the strides and sizes of a small run.
-_NOT_ON_A_CPU = frozenset(("grouped_mm_fallback", "grouped_mm", "_grouped_mm", "histc"))
-
-_REPLACED: dict[str, Callable[..., Any]] = {
-    "histc": _histc,
-    "_grouped_mm": _grouped_mm,
-    "grouped_mm": _grouped_mm,
-    "grouped_mm_fallback": _grouped_mm,
-}

@@ -241,3 +241,68 @@ def test_autocast_is_seen(inside: bool, weights: torch.dtype) -> None:
     assert block.region.gemm_dtype == "bf16"
     assert result.dtype == expected.dtype
     torch.testing.assert_close(result, expected, rtol=5e-2, atol=5e-2)
+
+
+class FixedCapacity(Small):
+    """An expert takes its first 40 tokens and drops the others, behind the router."""
+
+    capacity = 40
+
+    def forward(self, x: torch.Tensor):
+        _, weights, ids = self.route(x)
+        chosen = torch.nn.functional.one_hot(ids, 6).sum(1)
+        kept = chosen.cumsum(0) <= self.capacity
+        out = torch.zeros_like(x)
+        for expert in range(6):
+            hidden = torch.nn.functional.silu(x @ self.w1[expert].t()) * (x @ self.w3[expert].t())
+            weight = (weights * (ids == expert)).sum(-1) * kept[:, expert]
+            out = out + hidden @ self.w2[expert].t() * weight[:, None]
+        return out
+
+
+@pytest.mark.parametrize(("num_tokens", "dynamic"), [(300, False), (20, True)])
+def test_capacity_that_few_tokens_never_reach(num_tokens: int, dynamic: bool) -> None:
+    """The number of the graph, not the tokens of a proof, says how many tokens show it."""
+    result = graphs.match(FixedCapacity(), torch.randn(num_tokens, 12), dynamic=dynamic)
+    assert not result.matches
+    (refusal,) = result.refused
+    assert "with 42 tokens at the same experts its result differs" in refusal.reason
+
+
+def test_capacity_that_a_static_graph_cannot_reach() -> None:
+    (block,) = graphs.match(FixedCapacity(), torch.randn(39, 12), dynamic=False).matches
+    assert block.region.num_tokens == 39
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_router_with_a_fixed_capacity_stays_in_the_graph(dynamic: bool) -> None:
+    class Dropping(Small):
+        def forward(self, x: torch.Tensor):
+            _, weights, ids = self.route(x)
+            chosen = torch.nn.functional.one_hot(ids, 6)
+            place = (chosen.flatten(0, 1).cumsum(0).view_as(chosen) * chosen).sum(-1)
+            return self.experts(x, torch.where(place <= 40, weights, 0.0), ids)
+
+    (block,) = graphs.match(Dropping(), torch.randn(300, 12), dynamic=dynamic).matches
+    assert block.region.router.score is Score.EXTERNAL
+    assert "depends on the other tokens of a batch of" in block.region.router_note
+
+
+def test_weights_written_in_place_before_a_loop_over_experts() -> None:
+    class Edited(Small):
+        def forward(self, x: torch.Tensor):
+            _, weights, ids = self.route(x)
+            weights = weights.clone()
+            weights.mul_(2.0).add_(0.1)
+            out = torch.zeros_like(x)
+            for expert in range(6):
+                token, slot = torch.where(ids == expert)
+                rows = x[token]
+                hidden = torch.nn.functional.silu(rows @ self.w1[expert].t())
+                hidden = hidden * (rows @ self.w3[expert].t())
+                out.index_add_(0, token, hidden @ self.w2[expert].t() * weights[token, slot, None])
+            return out
+
+    result = graphs.match(Edited(), torch.randn(9, 12))
+    assert [r.reason for r in result.refused] == []
+    assert len(result.matches) == 1

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from moe_compiler.ir import MoEPlan, RouterSpec, Score
-from moe_compiler.passes import prove
+from moe_compiler.passes import expert_run, prove
 from moe_compiler.passes.match_moe import MatchResult, find_regions
 from moe_compiler.passes.replace import ReplaceError, replace_region
 from tests.models import styles
@@ -42,13 +42,13 @@ def refusal(result: MatchResult) -> str:
 def test_proof_that_is_too_large_is_refused_with_the_numbers(
     limit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prove, limit, 100)
+    monkeypatch.setattr(expert_run, limit, 100)
     reason = refusal(graphs.match(Small(12, 6, 10), torch.randn(9, 12)))
     assert re.search(r"would need \d+\.\d GiB and \d+ GFLOP.*dynamic=True", reason), reason
 
 
 def test_large_sizes_are_proven_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prove, "MAX_PROOF_BYTES", 8 << 20)
+    monkeypatch.setattr(expert_run, "MAX_PROOF_BYTES", 8 << 20)
     (block,) = graphs.match(Small(256, 8, 200), torch.randn(300, 256)).matches
     assert 0 < block.region.proof.peak_bytes <= 8 << 20
 
@@ -199,3 +199,24 @@ def test_erased_nodes_are_those_of_the_block() -> None:
     assert found.flow.erased <= {n for m in found.matches for n in m.nodes}
     dead = [n for n in left if not n.users and n.op not in ("output", "placeholder")]
     assert dead == []
+
+
+def test_result_that_is_a_part_of_a_larger_tensor_is_refused() -> None:
+    class Part(styles.LoopStacked):
+        def __init__(self) -> None:
+            super().__init__(hidden=12)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            ids, weights = self.route(x)
+            both = torch.zeros(2, *x.shape)
+            out = both[0]
+            for e in range(self.num_experts):
+                token, slot = torch.where(ids == e)
+                rows = x[token]
+                hidden = F.silu(F.linear(rows, self.w1[e])) * F.linear(rows, self.w3[e])
+                rows = F.linear(hidden, self.w2[e]) * weights[token, slot, None]
+                out.index_add_(0, token, rows)
+            both[1] += 1
+            return both
+
+    assert "looks at the result's memory" in refused_replacement(Part())
