@@ -234,7 +234,8 @@ class DenseBmm(Block):
 
     def mix(self, x: Tensor) -> Tensor:
         logits, ids = torch.topk(F.linear(x, self.gate), 1, dim=1)
-        scores = torch.full((x.shape[0], self.num_experts), -torch.inf, dtype=x.dtype)
+        shape = (x.shape[0], self.num_experts)
+        scores = torch.full(shape, -torch.inf, dtype=x.dtype, device=x.device)
         scores = torch.sigmoid(scores.scatter_(1, ids, logits).float()).to(x.dtype)
         rows = x.repeat(self.num_experts, 1) * scores.transpose(0, 1).reshape(-1, 1)
         rows = rows.view(self.num_experts, -1, self.hidden)
@@ -336,7 +337,7 @@ class ScatterOverwrites(Block):
         gate = F.silu(torch.einsum("th,tkih->tki", x, self.w1[ids]))
         up = torch.einsum("th,tkih->tki", x, self.w3[ids])
         rows = torch.einsum("tki,tkhi->tkh", gate * up, self.w2[ids]) * weights[..., None]
-        token = torch.arange(x.shape[0]).repeat_interleave(self.top_k)
+        token = torch.arange(x.shape[0], device=x.device).repeat_interleave(self.top_k)
         out = torch.zeros_like(x)
         out[token] = rows.reshape(-1, self.hidden)
         return out
