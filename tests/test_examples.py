@@ -53,8 +53,10 @@ def test_switch_tp_ep() -> None:
     assert "False" not in output
 
 
-def test_readme_tables_are_current() -> None:
-    text = render_tables.README.read_text()
+@pytest.mark.parametrize("page", render_tables.PAGES, ids=lambda page: page.name)
+def test_tables_of_the_pages_are_current(page: Path) -> None:
+    text = page.read_text()
+    assert "<!-- table " in text
     assert render_tables.rendered(text) == text
 
 
@@ -108,7 +110,7 @@ def test_check_finds_a_stale_table(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     readme = tmp_path / "README.md"
     readme.write_text("a\n<!-- table example.cpu -->\nold\n<!-- end of table -->\nb\n")
     (tmp_path / "example.cpu.json").write_text(json.dumps(result()))
-    monkeypatch.setattr(render_tables, "README", readme)
+    monkeypatch.setattr(render_tables, "PAGES", (readme,))
     monkeypatch.setattr(render_tables, "RESULTS", tmp_path)
     assert render_tables.main(["--check"]) == 1
     assert "old" in readme.read_text()

@@ -175,21 +175,25 @@ def test_one_graph_replays_with_new_inputs_and_another_runs_beside_it() -> None:
 
 
 def test_counters_of_a_destroyed_graph_are_used_again(plain: Layers) -> None:
+    """Other processes may take memory of the device meanwhile; a leak shows in every round."""
     x, router = plain.inputs(8)
     want = plain(x, router)
-    torch.cuda.synchronize()
-    free = torch.cuda.mem_get_info()[0]
-    for _ in range(300):  # two slabs of counters, if none came back
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = plain(x, router)
-        graph.replay()
+    grown = []
+    for _ in range(3):
         torch.cuda.synchronize()
-        assert torch.equal(out, want)
-        graph.reset()
-        del graph, out
-    torch.cuda.empty_cache()
-    assert free - torch.cuda.mem_get_info()[0] < 64 << 20
+        free = torch.cuda.mem_get_info()[0]
+        for _ in range(300):  # two slabs of counters, if none came back
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = plain(x, router)
+            graph.replay()
+            torch.cuda.synchronize()
+            assert torch.equal(out, want)
+            graph.reset()
+            del graph, out
+        torch.cuda.empty_cache()
+        grown.append(free - torch.cuda.mem_get_info()[0])
+    assert min(grown) < 64 << 20
 
 
 def test_two_streams_at_once(plain: Layers) -> None:
