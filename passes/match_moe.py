@@ -24,7 +24,7 @@ from moe_compiler.passes.candidates import (
     may_hold_moe,
 )
 from moe_compiler.passes.dataflow import DataFlow
-from moe_compiler.passes.nodes import find_parameters
+from moe_compiler.passes.nodes import find_parameters, num_rows, op_name
 from moe_compiler.passes.operands import NoSpecError, find_operands
 from moe_compiler.passes.prove import prove_region
 from moe_compiler.passes.subgraph import SliceError
@@ -80,6 +80,16 @@ class MatchResult:
     flow: DataFlow
 
 
+_TRANSFORMED = NoMatch(
+    name="",
+    module_class="",
+    node="",
+    reason="the graph holds a transform of torch.func (grad, vmap, jvp), under which a tensor is more "
+    "than its shape says; compile the module inside of the transform instead",
+    detail="",
+)
+
+
 def find_regions(
     gm: fx.GraphModule,
     example_inputs: Sequence[object] | None = None,
@@ -100,6 +110,8 @@ def find_regions(
     """
     weights = set(parameters) if parameters is not None else find_parameters(gm, example_inputs)
     flow = DataFlow(gm.graph, weights)
+    if any("increment_nesting" in op_name(node) for node in flow.nodes):
+        return MatchResult(matches=(), refused=(_TRANSFORMED,), flow=flow)
     matches: list[Match] = []
     refused: list[NoMatch] = []
     claimed: set[fx.Node] = set()
@@ -163,6 +175,8 @@ def _match_frame(
             name=name, module_class=module_class, node=anchor.name, reason=reason, detail=place
         )
 
+    if num_rows(anchor) == 0:
+        return refuse("it was captured without tokens, on which nothing can be proven")
     logits = find_logits(flow, anchor, x)
     places = list(itertools.islice(cuts(flow, anchor, x, output, logits), MAX_CUTS))
     if isinstance(places[0], str):

@@ -120,6 +120,9 @@ class _KeptOnClear(list):  # type: ignore[type-arg]
         self.append(self._kept)
 
 
+# A callback may run while dynamo looks at every frame (a backward pass inside of a compiled function):
+# dynamo must not start to compile it, because it holds the lock of its callbacks.
+@torch._dynamo.disable
 def _on_start(_args: Any) -> None:
     for before in _before_compile:
         before()
@@ -134,6 +137,7 @@ def _on_start(_args: Any) -> None:
         _thread.flag_patch.__enter__()
 
 
+@torch._dynamo.disable
 def _on_end(_args: Any) -> None:
     patch, _thread.flag_patch = _thread.flag_patch, None
     if patch is not None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -173,3 +177,49 @@ def test_a_step_of_a_hugging_face_model():
     assert grads.keys() == expected_grads.keys()
     for name, want in expected_grads.items():
         assert relative_error(grads[name], want) < 1e-4, name
+
+
+STEP = """
+    import torch
+    from tests.models import styles
+
+    model = styles.build("gathered_einsum")
+    twin = styles.build("gathered_einsum")
+
+    def step(model):
+        loss = model(styles.rows()).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    ours = torch.compile(step, backend="moeflex")(model)
+    torch.testing.assert_close(ours, step(twin))
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+    print("stepped")
+"""
+
+
+def test_backward_inside_of_the_compiled_function():
+    """Dynamo looks at every frame meanwhile; one of ours under its lock would wait for ever."""
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(STEP)],
+        cwd=Path(__file__).resolve().parents[1],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert run.stdout.strip() == "stepped", run.stderr[-2000:]
+
+
+def test_transforms_of_torch_func_are_left_to_inductor():
+    model = styles.build("gathered_einsum").requires_grad_(False)
+
+    def total(x):
+        return model(x).square().sum()
+
+    ours = torch.compile(torch.func.grad(total), backend="moeflex")(styles.rows())
+    assert relative_error(ours, torch.func.grad(total)(styles.rows())) < CLOSE
+    (report,) = moe_compiler.reports()
+    assert not report.regions
+    assert "torch.func" in report.refused[0].reason

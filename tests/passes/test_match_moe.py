@@ -306,3 +306,12 @@ def test_weights_written_in_place_before_a_loop_over_experts() -> None:
     result = graphs.match(Edited(), torch.randn(9, 12))
     assert [r.reason for r in result.refused] == []
     assert len(result.matches) == 1
+
+
+@pytest.mark.parametrize("name", ["loop_stacked", "dense_einsum", "gathered_einsum"])
+def test_graph_without_tokens_says_so(name: str) -> None:
+    result = graphs.match(styles.build(name), styles.rows()[:, :0], dynamic=False)
+    assert not result.matches
+    assert [r.reason for r in result.refused] == [
+        "it was captured without tokens, on which nothing can be proven"
+    ]
