@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from moe_compiler.cli.cache import parse_bytes
 from moe_compiler.errors import OptionError
 from moe_compiler.runtime import doctor, toolchain
 from moe_compiler.runtime.doctor import Finding, Verdict
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -87,7 +90,28 @@ def test_only_what_is_broken_fails() -> None:
     assert not doctor.works([finding(Verdict.BROKEN)])
 
 
-@pytest.mark.parametrize("command", ["cache", "doctor"])
-def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_every_command_has_an_example_and_a_page(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main([command, "--help"]) == 0
-    assert f"moeflex {command} " in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert f"moeflex {command} " in text
+    assert "--json" in text and "--quiet" in text
+    page = (ROOT / "docs" / "commands.md").read_text()
+    assert f"## {command}\n" in page
+    assert f"`moeflex {command}" in (ROOT / "README.md").read_text()
+
+
+def commands_of_the_docs() -> list[str]:
+    page = (ROOT / "docs" / "commands.md").read_text()
+    return [line for line in page.splitlines() if line.startswith("moeflex ")]
+
+
+@pytest.mark.parametrize("line", commands_of_the_docs())
+def test_options_of_the_examples_exist(line: str) -> None:
+    """An example is parsed as it stands; a model that is not there is the only thing it may fail for."""
+    assert cli.main([*shlex.split(line)[1:], "--help"]) == 0
+    words = shlex.split(line)[1:]
+    code = cli.main(words) if words[0] not in ("doctor", "cache") else 0
+    assert code in (0, 3)

@@ -1,4 +1,4 @@
-"""Every tolerance of the test suite, in one file.
+"""The assertions of the test suite on results; the tolerances themselves stand in `moe_compiler/deviation.py`.
 
 A promise of identity is tested with `torch.equal`. Everything else is compared with what the same
 dtype does in eager mode, never with a number of its own: see `assert_close_to_fp32`.
@@ -9,31 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# What is allowed beyond twice eager's own error, relative to the largest value of the reference:
-# one unit in the last place of the half types; sums of some thousand terms in another order for
-# the wide ones.
-EPS = {
-    torch.float64: 1e-12,
-    torch.float32: 2e-6,
-    torch.float16: 1e-3,
-    torch.bfloat16: 8e-3,
-}
-
-
-def relative_error(value: Tensor, reference: Tensor) -> float:
-    """Largest absolute difference over the largest absolute value of the reference, in fp64.
-
-    0.0 for empty tensors. Places where the reference is not finite do not count;
-    `assert_same_kind` compares those.
-    """
-    if reference.numel() == 0:
-        return 0.0
-    value, reference = value.detach().double(), reference.detach().double()
-    finite = reference.isfinite()
-    zero = torch.zeros((), dtype=torch.float64)
-    difference = torch.where(finite, value - reference, zero).abs().max().item()
-    scale = torch.where(finite, reference, zero).abs().max().item()
-    return difference / max(scale, torch.finfo(torch.float32).tiny)
+from moe_compiler.deviation import EPS, relative_error
 
 
 def assert_same_kind(ours: Tensor, eager: Tensor) -> None:
