@@ -308,6 +308,22 @@ def id_bound(flow: DataFlow, ids: fx.Node) -> int | None:
         return max(known) if known and len(known) == len(bounds) else None
     if name in ("topk", "max", "argmax", "sort", "argsort", "min", "argmin"):
         return last_size(reads[0]) if reads else None
-    if name in VIEWS | {"getitem", "to", "_to_copy", "long", "int", "type"} and len(reads) == 1:
-        return id_bound(flow, reads[0])
-    return None
+    source = _shown(flow, ids)
+    return None if source is None else id_bound(flow, source)
+
+
+def are_distinct(flow: DataFlow, ids: fx.Node) -> bool:
+    """Whether a selection over a last axis made these ids, so that no row holds one twice."""
+    if op_name(ids) in ("topk", "sort", "argsort"):
+        return True
+    source = _shown(flow, ids)
+    return source is not None and are_distinct(flow, source)
+
+
+def _shown(flow: DataFlow, ids: fx.Node) -> fx.Node | None:
+    """What a view, a cast or an entry of a tuple shows; None for a lookup in a table, and the rest."""
+    reads = flow.data_inputs[ids]
+    shows = op_name(ids) in VIEWS | CASTS | {"getitem", "long", "int"}
+    if not shows or len(reads) != 1 or flow.inputs[ids][0] is not reads[0]:
+        return None
+    return reads[0]

@@ -24,8 +24,15 @@ from moe_compiler.reference import moe_layer
 TOLERANCE = 1e-9
 """Relative error under which two fp64 results are the same function."""
 
+MAX_LIMIT = 1e30
+"""Larger numbers limit nothing that is finite in fp32."""
+
 MAX_PROOF_BYTES = 6 << 30
 MAX_PROOF_FLOP = 4e11
+
+
+_COMPARISONS = frozenset(("lt", "le", "gt", "ge", "less", "less_equal", "greater", "greater_equal"))
+_NO_ARITHMETIC = VIEWS | CASTS | {"getitem", "index"}
 
 
 class ExpertRun:
@@ -201,11 +208,18 @@ def relative_error(ours: Tensor, theirs: Tensor) -> float:
     return error if error == error else float("inf")
 
 
+def scale_beyond_limits(constants: Sequence[float]) -> float:
+    """How large x has to be for its projections to pass every limit; 0 where they do anyway."""
+    largest = max((abs(c) for c in constants if abs(c) <= MAX_LIMIT), default=0.0)
+    return 4 * largest if largest > 1 else 0.0
+
+
 def constants_of(part: Slice) -> tuple[float, ...]:
     """Numbers that stand in the arithmetic of a slice: limits, slopes, shifts, scales, epsilons."""
     found: dict[float, None] = dict.fromkeys(float_scalars(part))
     for node in part.body:
-        if not is_float(node) or op_name(node) in VIEWS | CASTS | {"getitem", "index"}:
+        compares = op_name(node) in _COMPARISONS and any(map(is_float, node.all_input_nodes))
+        if not (is_float(node) or compares) or op_name(node) in _NO_ARITHMETIC:
             continue
         arguments: Mapping[str, object] = node.kwargs
         for argument in (*node.args, *arguments.values()):

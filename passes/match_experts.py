@@ -29,6 +29,7 @@ from moe_compiler.passes.expert_run import (
     random_tensors,
     reference,
     relative_error,
+    scale_beyond_limits,
 )
 from moe_compiler.passes.explain import explain_mismatch
 from moe_compiler.passes.operands import NoSpecError, Operands
@@ -137,12 +138,17 @@ def _find_activation(
         elif role == "down":
             rows, columns = tensors[i].shape[-2:]
             tensors[i] = torch.eye(rows, columns, dtype=torch.float64).expand(tensors[i].shape)
-    x = 4 * torch.randn(run.num_tokens, run.hidden, generator=generator, dtype=torch.float64)
+    noise = torch.randn(run.num_tokens, run.hidden, generator=generator, dtype=torch.float64)
     ids = distinct_ids(run.num_tokens, run.operands.num_experts, run.top_k, generator)
     weights = torch.zeros(run.num_tokens, run.top_k, dtype=torch.float64)
     weights[:, 0] = 1.0
+    x = 4 * noise
     seen = run(x, ids, weights, tensors)
     projected = [_projections(run, h, x, ids[:, 0], tensors) for h in hypotheses]
+    beyond = scale_beyond_limits(constants)
+    far_seen = run(beyond * noise, ids, weights, tensors) if beyond else seen
+    # projections are linear in x
+    far = max(beyond, 4.0) / 4
 
     def search(
         constants: Sequence[float],
@@ -152,9 +158,14 @@ def _find_activation(
             width = min(hypothesis.intermediate, run.hidden)
             for layout, gate, up, swapped in _layouts(hypothesis, projections):
                 gate, up = gate[:, :width], None if up is None else up[:, :width]
-                activation = _match_activation(seen[:, :width], gate, up, constants)
-                if activation is not None:
+                fitting = _match_activation(seen[:, :width], gate, up, constants)
+                gate, up = far * gate, None if up is None else far * up
+                for activation in fitting:
+                    ours = activate(activation, gate, up)
+                    if not relative_error(ours, far_seen[:, :width]) < TOLERANCE:
+                        continue
                     found.append((hypothesis, layout, activation, swapped))
+                    break
         return found
 
     found = search(())
@@ -219,8 +230,8 @@ def _layouts(
 
 def _match_activation(
     seen: Tensor, gate: Tensor, up: Tensor | None, constants: Sequence[float]
-) -> ActivationSpec | None:
-    """The first candidate whose values are those that were seen."""
+) -> Iterator[ActivationSpec]:
+    """The candidates whose values are those that were seen."""
     limits = sorted({abs(c) for c in constants if 0 < abs(c) < 1e6})[:6]
     gates = _gate_sides(limits)
     ups = [gates[0]] if up is None else _up_sides(limits)
@@ -236,8 +247,7 @@ def _match_activation(
             gates[i], up_min=ups[j].up_min, up_max=ups[j].up_max, up_shift=ups[j].up_shift
         )
         if relative_error(activate(candidate, gate, up), seen) < TOLERANCE:
-            return candidate
-    return None
+            yield candidate
 
 
 def _clamps(limits: Sequence[float]) -> list[tuple[float, float]]:

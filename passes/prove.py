@@ -26,7 +26,7 @@ from moe_compiler.ir import (
 from moe_compiler.passes import describe
 from moe_compiler.passes.candidates import Candidate
 from moe_compiler.passes.crowd import CapacityError, check_crowd
-from moe_compiler.passes.dataflow import id_bound
+from moe_compiler.passes.dataflow import are_distinct, id_bound
 from moe_compiler.passes.expert_run import (
     TOLERANCE,
     ExpertRun,
@@ -37,6 +37,7 @@ from moe_compiler.passes.expert_run import (
     relative_error,
     run_bytes,
     run_of,
+    scale_beyond_limits,
     too_large_to_prove,
 )
 from moe_compiler.passes.explain import explain_mismatch
@@ -45,7 +46,12 @@ from moe_compiler.passes.match_router import RouterMatch
 from moe_compiler.passes.nodes import num_rows, shape_hint, tensor
 from moe_compiler.passes.operands import NoSpecError
 from moe_compiler.passes.outcome import Outcome, ProofMemory, ProofStore
-from moe_compiler.passes.prove_router import prove_router, router_bias, router_signature
+from moe_compiler.passes.prove_router import (
+    check_support,
+    prove_router,
+    router_bias,
+    router_signature,
+)
 from moe_compiler.passes.shrink import candidate_sizes
 from moe_compiler.passes.subgraph import SliceError, free_symbols
 from moe_compiler.reference import DTYPE_NAMES
@@ -143,8 +149,11 @@ def _prove(candidate: Candidate) -> Outcome:
         assert run is not None
         try:
             router, note = prove_router(candidate, spec.num_experts)
+            if candidate.dense:
+                check_support(candidate)
             if router is None:
                 _check_invalid_ids(run, spec, candidate, note)
+                _check_repeated_ids(run, spec, candidate)
         except NoSpecError as failure:
             spec, reason = None, str(failure)
     proof = Proof(
@@ -184,7 +193,15 @@ def _check_experts(run: ExpertRun, spec: ExpertSpec) -> float:
     """
     generator = torch.Generator().manual_seed(1)
     worst = 0.0
-    for label, scale in (("random routing", 1.0), ("large values", 30.0), ("one expert set", 1.0)):
+    beyond = scale_beyond_limits(constants_of(run.runner.part))
+    for label, scale in (
+        ("random routing", 1.0),
+        ("large values", 30.0),
+        ("values beyond every limit", beyond),
+        ("one expert set", 1.0),
+    ):
+        if not scale:
+            continue
         tensors = random_tensors(run, generator)
         x, ids, weights = random_case(run, generator, scale=scale)
         if label == "one expert set":
@@ -251,6 +268,26 @@ def _check_invalid_ids(
                 f"a route to id {invalid} means more than 'not routed' in it, it has {num_experts} "
                 f"experts, and its router may choose that id: {router_reason}"
             )
+
+
+def _check_repeated_ids(run: ExpertRun, spec: ExpertSpec, candidate: Candidate) -> None:
+    """Ids of an unproven router may name an expert twice: both routes have to count.
+
+    Raises:
+        NoSpecError: they do not.
+    """
+    if run.dense or run.top_k < 2 or are_distinct(candidate.flow, candidate.ids):
+        return
+    generator = torch.Generator().manual_seed(5)
+    tensors = random_tensors(run, generator)
+    x, ids, weights = random_case(run, generator, scale=1.0)
+    ids[:, -1] = ids[:, 0]
+    case = (x, ids, weights)
+    if not relative_error(reference(spec, case, tensors), run(*case, tensors)) < TOLERANCE:
+        raise NoSpecError(
+            "its router may choose an expert twice for one token, and then its two results are not "
+            "added"
+        )
 
 
 def _at_full_size(candidate: Candidate, outcome: Outcome, name: str, module_class: str) -> Proven:

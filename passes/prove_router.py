@@ -14,6 +14,7 @@ from moe_compiler.passes.match_router import (
     match_router,
 )
 from moe_compiler.passes.nodes import op_name, shape_hint, tensor
+from moe_compiler.passes.operands import NoSpecError
 from moe_compiler.passes.router_probe import RouterProblem
 from moe_compiler.passes.shrink import candidate_sizes
 from moe_compiler.passes.subgraph import Runner, Sizes, Slice, SliceError, cut, float_scalars
@@ -119,6 +120,52 @@ def _crowd_reason(candidate: Candidate, part: Slice, sizes: Sizes, found: Router
         except SliceError as error:
             reason = str(error)
     return reason
+
+
+def check_support(candidate: Candidate) -> None:
+    """Dense weights [T, E] have to be zero for every expert that is not among the ids.
+
+    Raises:
+        NoSpecError: they are not, or it cannot be seen.
+    """
+    part = router_slice(candidate)
+    if isinstance(part, str):
+        raise NoSpecError(f"its weights [T, E] may be used for experts that are no ids: {part}")
+    reason = ""
+    for sizes in candidate_sizes(part, x=part.inputs[0], ids=candidate.ids, operands=None):
+        try:
+            reason = _support_reason(part, sizes)
+        except SliceError as error:
+            reason = str(error)
+            continue
+        break
+    if reason:
+        raise NoSpecError(f"its weights [T, E] are used for other experts than its ids: {reason}")
+
+
+def _support_reason(part: Slice, sizes: Sizes) -> str:
+    """Why ids and nonzero weights are not the same experts on some logits, or ""."""
+    generator = torch.Generator().manual_seed(6)
+    runner = Runner(part, sizes)
+    values = {}
+    for leaf in part.weights:
+        found = tensor(leaf)
+        if found is None or not found.is_floating_point():
+            return f"they depend on the integers of '{leaf.name}'"
+        values[leaf] = torch.rand(sizes.shape(leaf), generator=generator).to(found.dtype)
+    (node,) = part.inputs
+    logits = tensor(node)
+    assert logits is not None
+    for spread, step in ((1.0, 0.0), (3.0, 0.0), (1.0, 0.5), (0.02, 0.0), (200.0, 0.0)):
+        rows = spread * torch.randn(sizes.shape(node), generator=generator)
+        rows = (rows / step).round() * step if step else rows
+        ids, weights = runner({**values, node: rows.to(logits.dtype)}, precise=False)
+        ids, weights = ids.flatten(0, -2).long(), weights.flatten(0, -2)
+        if ids.shape[-1] > 1 and bool((ids.sort(-1).values.diff(dim=-1) == 0).any()):
+            return "an expert is chosen twice for one token"
+        if bool(weights.scatter(-1, ids, 0.0).any()):
+            return "they are not zero elsewhere"
+    return ""
 
 
 def _problem(candidate: Candidate, part: Slice, sizes: Sizes) -> RouterProblem:

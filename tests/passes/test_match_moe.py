@@ -315,3 +315,81 @@ def test_graph_without_tokens_says_so(name: str) -> None:
     assert [r.reason for r in result.refused] == [
         "it was captured without tokens, on which nothing can be proven"
     ]
+
+
+class Dense(Small):
+    """Every expert on every token, mixed by `gates` [T, E]."""
+
+    def gates(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        _, weights, ids = self.route(x)
+        return torch.zeros(x.shape[0], 6).scatter(1, ids, weights), ids
+
+    def forward(self, x: torch.Tensor):
+        gates, ids = self.gates(x)
+        hidden = torch.nn.functional.silu(torch.einsum("th,eih->tei", x, self.w1))
+        hidden = hidden * torch.einsum("th,eih->tei", x, self.w3)
+        return torch.einsum("tei,ehi,te->th", hidden, self.w2, gates), ids
+
+
+class OneAlways(Dense):
+    """Expert 0 takes part besides the chosen ones."""
+
+    def gates(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        gates, ids = super().gates(x)
+        return gates + torch.nn.functional.one_hot(
+            torch.zeros(x.shape[0], dtype=torch.long), 6
+        ), ids
+
+
+class TwoNamesOneExpert(Dense):
+    """Router columns 2 i and 2 i + 1 mean one expert, and the later weight overwrites the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(6) // 2)
+
+    def gates(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        _, weights, ids = self.route(x)
+        ids = self.table[ids]
+        return torch.zeros(x.shape[0], 6).scatter(1, ids, weights), ids
+
+
+def test_dense_gates_are_matched_where_only_ids_count() -> None:
+    assert len(graphs.match(Dense(), torch.randn(9, 12)).matches) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [(OneAlways, "not zero elsewhere"), (TwoNamesOneExpert, "twice for one token|integers")],
+)
+def test_dense_gates_for_more_than_the_ids_are_left_alone(module: type[Dense], reason: str) -> None:
+    result = graphs.match(module(), torch.randn(9, 12))
+    assert not result.matches
+    assert re.search(reason, " ".join(r.reason for r in result.refused))
+
+
+def limited(limit: float):
+    class Limited(Small):
+        def experts(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor):
+            gate = torch.einsum("th,tkih->tki", x, self.w1[ids]).clamp(max=limit)
+            hidden = torch.nn.functional.silu(gate) * torch.einsum("th,tkih->tki", x, self.w3[ids])
+            return torch.einsum("tki,tkhi,tk->th", hidden, self.w2[ids], weights)
+
+    return Limited()
+
+
+@pytest.mark.parametrize("limit", [7.0, 300.0, 65504.0])
+def test_limit_that_ordinary_values_never_reach_is_found(limit: float) -> None:
+    (block,) = graphs.match(limited(limit), torch.randn(9, 12)).matches
+    assert block.region.experts.activation.gate_max == limit
+
+
+def test_switch_that_ordinary_values_never_reach_is_no_activation() -> None:
+    class Switching(Small):
+        def experts(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor):
+            gate = torch.einsum("th,tkih->tki", x, self.w1[ids])
+            gate = torch.where(gate > 1000.0, 1.0, torch.nn.functional.silu(gate))
+            hidden = gate * torch.einsum("th,tkih->tki", x, self.w3[ids])
+            return torch.einsum("tki,tkhi,tk->th", hidden, self.w2[ids], weights)
+
+    assert not graphs.match(Switching(), torch.randn(9, 12)).matches
