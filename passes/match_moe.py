@@ -24,7 +24,7 @@ from moe_compiler.passes.candidates import (
     may_hold_moe,
 )
 from moe_compiler.passes.dataflow import DataFlow
-from moe_compiler.passes.nodes import find_parameters, num_rows, op_name
+from moe_compiler.passes.nodes import find_parameters, given_weights, num_rows, op_name
 from moe_compiler.passes.operands import NoSpecError, find_operands
 from moe_compiler.passes.prove import prove_region
 from moe_compiler.passes.subgraph import SliceError
@@ -109,7 +109,18 @@ def find_regions(
         changed.
     """
     weights = set(parameters) if parameters is not None else find_parameters(gm, example_inputs)
-    flow = DataFlow(gm.graph, weights)
+    found = _find(DataFlow(gm.graph, weights))
+    if found.matches or parameters is not None:
+        return found
+    # A function may be given its weights: then they are inputs like any other.
+    given = given_weights(gm, weights, {num_rows(anchor) for anchor in anchors(found.flow)})
+    if not given:
+        return found
+    retried = _find(DataFlow(gm.graph, weights | given))
+    return retried if retried.matches else found
+
+
+def _find(flow: DataFlow) -> MatchResult:
     if any("increment_nesting" in op_name(node) for node in flow.nodes):
         return MatchResult(matches=(), refused=(_TRANSFORMED,), flow=flow)
     matches: list[Match] = []

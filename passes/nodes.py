@@ -6,7 +6,7 @@ Works on torch-level graphs (from Dynamo, with methods and in-place operators) a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -200,3 +200,22 @@ def find_parameters(gm: fx.GraphModule, example_inputs: Sequence[object] | None)
         elif node.op == "get_attr":
             found.add(node)
     return found
+
+
+def given_weights(
+    gm: fx.GraphModule, parameters: set[fx.Node], rows: Collection[int | None]
+) -> set[fx.Node]:
+    """Placeholders that can be weights handed to a function: matrices that do not have `rows` rows.
+
+    Empty where there are too few of them for a router and experts.
+    """
+    found = {
+        node
+        for node in gm.graph.find_nodes(op="placeholder")
+        if node not in parameters
+        and is_float(node)
+        and len(shape_hint(node)) in (2, 3)
+        and num_rows(node) not in rows
+        and not any(isinstance(size, torch.SymInt) for size in tensor(node).shape)  # type: ignore[union-attr]
+    }
+    return found if len(found) > 1 else set()

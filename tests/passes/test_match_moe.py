@@ -393,3 +393,22 @@ def test_switch_that_ordinary_values_never_reach_is_no_activation() -> None:
             return torch.einsum("tki,tkhi,tk->th", hidden, self.w2[ids], weights)
 
     assert not graphs.match(Switching(), torch.randn(9, 12)).matches
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_weights_that_are_arguments_of_a_function(dynamic: bool) -> None:
+    def moe(x, gate, w1, w3, w2):
+        weights, ids = torch.softmax(x @ gate.t(), -1).topk(2)
+        hidden = torch.einsum("th,tkih->tki", x, w1[ids])
+        hidden = torch.nn.functional.silu(hidden) * torch.einsum("th,tkih->tki", x, w3[ids])
+        return torch.einsum("tki,tkhi,tk->th", hidden, w2[ids], weights)
+
+    model, x = Small(), torch.randn(9, 12)
+    given = [p.detach() for p in (model.gate, model.w1, model.w3, model.w2)]
+    for weight in given:
+        torch._dynamo.mark_static(weight)
+    (block,) = graphs.match(moe, x, *given, dynamic=dynamic).matches
+    assert block.region.router.score is Score.SOFTMAX
+    result, _, count = graphs.replaced(moe, x, *given, dynamic=dynamic)
+    assert count == 1
+    torch.testing.assert_close(result, model(x), rtol=1e-5, atol=1e-6)
