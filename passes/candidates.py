@@ -165,7 +165,13 @@ def _adds_bias(flow: DataFlow, node: fx.Node, product: fx.Node) -> bool:
 
 
 def cuts(
-    flow: DataFlow, anchor: fx.Node, x: fx.Node, output: fx.Node, logits: fx.Node | None
+    flow: DataFlow,
+    anchor: fx.Node,
+    x: fx.Node,
+    output: fx.Node,
+    logits: fx.Node | None,
+    *,
+    parts: bool = False,
 ) -> Iterator[tuple[fx.Node, bool, Slice] | str]:
     """Places for the combine weights, latest first: (node, dense, slice); a reason when none."""
     router = _router_only(flow, anchor, x, output, logits)
@@ -179,7 +185,7 @@ def cuts(
         if weights is logits:
             continue
         try:
-            part = cut(flow, [x, anchor, weights], [output])
+            part = cut(flow, [x, anchor, weights], [output], parts=parts)
         except SliceError as error:
             reason = reason or str(error)
             continue

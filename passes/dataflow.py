@@ -39,6 +39,19 @@ _ALIASES = (VIEWS - {"clone"}) | _SPLITS | {"getitem", "to"}
 _LOOKUPS = frozenset(("index", "index_select", "embedding", "getitem"))
 
 
+_COMPUTED = frozenset((torch.float64, torch.float32, torch.bfloat16, torch.float16))
+_RESHAPES = frozenset(
+    ("view", "reshape", "flatten", "unflatten", "_unsafe_view", "narrow", "slice")
+)
+
+
+def _picks_one(node: fx.Node) -> bool:
+    """Whether an index begins with a number: it picks one expert."""
+    index = node.args[1]
+    first = index[0] if isinstance(index, tuple) and index else index
+    return isinstance(first, int)
+
+
 def _ambient_autocast() -> torch.dtype | None:
     """What autocast is while the graph is compiled, and so when it runs."""
     for device in ("cpu", "cuda"):
@@ -243,21 +256,22 @@ class DataFlow:
                         stack.append(other)
         return seen
 
-    def weight_leaf(self, node: fx.Node) -> tuple[fx.Node, bool] | None:
+    def weight_leaf(self, node: fx.Node, *, parts: bool = False) -> tuple[fx.Node, bool] | None:
         """Follow a contraction operand back to the weight it shows.
 
-        Goes through views, casts, indexing by routing ids and selection of one expert.
+        Goes through views, casts, indexing by routing ids and selection of one expert; with `parts`
+        not through what cuts or reshapes a parameter.
 
         Returns:
             The weight (a parameter, or a constant computed from parameters) and whether it was
             gathered by a data-dependent index; None when the operand is an activation.
         """
         gathered = False
-        while node not in self.parameters:
+        while node not in self.parameters and not self.is_part(node, parts):
             if node.op not in ("call_function", "call_method") or not node.all_input_nodes:
                 return None
             name = op_name(node)
-            if self.constant[node] and name not in VIEWS | CASTS | {"getitem"}:
+            if self.constant[node] and name not in VIEWS | CASTS | {"getitem", "unbind"}:
                 computed = is_float(node) and self.uses_parameters(node)
                 return (node, gathered) if computed else None
             if not self.constant[node] and name in _LOOKUPS:
@@ -271,6 +285,27 @@ class DataFlow:
                 return None
             node = first
         return node, gathered
+
+    def is_part(self, node: fx.Node, parts: bool) -> bool:
+        """Whether a constant is a weight of its own though a parameter holds its elements.
+
+        Entries of a split and values cast from a storage format always are; with `parts` whatever
+        cuts, reorders or reshapes a parameter is.
+        """
+        if not self.constant[node] or not is_float(node) or not self.uses_parameters(node):
+            return False
+        name = op_name(node)
+        if name == "getitem" and tensor(node.all_input_nodes[0]) is None:
+            return op_name(node.all_input_nodes[0]) in _SPLITS - {"unbind"}
+        source = tensor(node.all_input_nodes[0]) if node.all_input_nodes else None
+        if name in CASTS and source is not None and source.dtype not in _COMPUTED:
+            return True
+        return parts and (name in _RESHAPES or (name == "getitem" and not _picks_one(node)))
+
+    @functools.cached_property
+    def has_parts(self) -> bool:
+        """Whether a parameter is cut or reshaped anywhere in the graph."""
+        return any(self.is_part(node, True) for node in self.nodes)
 
     @functools.cached_property
     def _parameter_users(self) -> set[fx.Node]:

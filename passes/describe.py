@@ -37,7 +37,7 @@ def expert_form(part: Slice) -> str:
         if op_name(node) not in CONTRACTIONS:
             continue
         for operand in part.flow.inputs[node]:
-            found = part.flow.weight_leaf(operand)
+            found = part.weight_leaf(operand)
             if found is not None:
                 gathers |= found[1]
                 matrices += 1

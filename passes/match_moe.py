@@ -192,6 +192,10 @@ def _match_frame(
     places = list(itertools.islice(cuts(flow, anchor, x, output, logits), MAX_CUTS))
     if isinstance(places[0], str):
         return refuse(places[0])
+    if flow.has_parts:
+        # only where the parameters as they are fail: their parts are strided, and more of them
+        split = cuts(flow, anchor, x, output, logits, parts=True)
+        places += itertools.islice(split, MAX_CUTS)
     failures = []
     for found in places:
         if isinstance(found, str):

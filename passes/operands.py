@@ -105,7 +105,7 @@ def _find_gemms(part: Slice) -> list[_Gemm]:
             continue
         matrix, bias = None, None
         for operand in flow.inputs[node]:
-            found = flow.weight_leaf(operand)
+            found = part.weight_leaf(operand)
             if found is None or found[0] not in leaves:
                 continue
             if _ndim(found[0]) == 1:
@@ -215,7 +215,7 @@ def _biases_in_order(
                 for n in sources
                 if op_name(n) in CONTRACTIONS
                 for a in flow.inputs[n]
-                if (found := flow.weight_leaf(a)) is not None
+                if (found := part.weight_leaf(a)) is not None
             }
             if weight in reads and not (set(up) - {weight}) & reads:
                 ordered.append((bias,))

@@ -51,6 +51,7 @@ class Slice:
         weights: parameters, buffers, and tensors computed from parameters alone, which it reads.
         scalars: sizes and other non-tensor values that it reads.
         body: the nodes to execute, in graph order.
+        parts: parts of a parameter are weights of their own.
     """
 
     flow: DataFlow
@@ -59,6 +60,11 @@ class Slice:
     weights: tuple[fx.Node, ...]
     scalars: tuple[fx.Node, ...]
     body: tuple[fx.Node, ...]
+    parts: bool = False
+
+    def weight_leaf(self, node: fx.Node) -> tuple[fx.Node, bool] | None:
+        """`DataFlow.weight_leaf`, for a slice that may tell parts of a parameter apart."""
+        return self.flow.weight_leaf(node, parts=self.parts)
 
     @property
     def leaves(self) -> tuple[fx.Node, ...]:
@@ -120,9 +126,14 @@ def float_scalars(part: Slice) -> tuple[float, ...]:
 
 
 def cut(
-    flow: DataFlow, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node], *, limit: int = 20_000
+    flow: DataFlow,
+    inputs: Sequence[fx.Node],
+    outputs: Sequence[fx.Node],
+    *,
+    parts: bool = False,
+    limit: int = 20_000,
 ) -> Slice:
-    """Cut the slice that computes `outputs` from `inputs`.
+    """Cut the slice that computes `outputs` from `inputs`; `parts` as in `DataFlow.is_part`.
 
     Raises:
         SliceError: the outputs need an activation that is none of `inputs`; the text names it.
@@ -142,7 +153,7 @@ def cut(
             raise SliceError(f"more than {limit} nodes")
         # what lies before every input and is data cannot come from them: the search ends at once
         outside = flow.position[node] < first and not flow.constant[node]
-        kind = "foreign" if outside else _leaf_kind(flow, node)
+        kind = "foreign" if outside else _leaf_kind(flow, node, parts)
         if kind == "weight":
             weights.append(node)
         elif kind == "scalar":
@@ -162,6 +173,7 @@ def cut(
         weights=tuple(sorted(weights, key=order)),
         scalars=tuple(sorted(scalars, key=order)),
         body=tuple(sorted(seen - leaves, key=order)),
+        parts=parts,
     )
 
 
@@ -177,8 +189,8 @@ def _is_known_size(node: fx.Node) -> bool:
     return sized and not torch.fx.experimental.symbolic_shapes.free_unbacked_symbols(found)
 
 
-def _leaf_kind(flow: DataFlow, node: fx.Node) -> str:
-    if node in flow.parameters:
+def _leaf_kind(flow: DataFlow, node: fx.Node, parts: bool) -> str:
+    if node in flow.parameters or flow.is_part(node, parts):
         return "weight"
     if isinstance(value(node), torch.SymFloat) and _scalar_source(flow, node):
         return "scalar"
