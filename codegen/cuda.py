@@ -28,8 +28,10 @@ MAX_TOP_K = 32
 # A decode block keeps its route tables in shared memory; beyond this many routes the prefill
 # kernel runs.
 MAX_DECODE_ROUTES = 4096
-# More rows an expert than this on average, and the prefill kernel's wide tiles win.
-MAX_DECODE_ROWS_PER_EXPERT = 40.0
+# More rows an expert than this on average, and the prefill kernel's larger tiles win (H200, T=512, decode against
+# prefill: 32 rows 315 against 336 us, 48 rows 290 against 310, 64 rows 844 against 650: then the fullest experts of a
+# random routing have more rows than N).
+MAX_DECODE_ROWS_PER_EXPERT = 50.0
 # Summing one half of the columns beside the products of the other pays for reading the activations
 # twice where experts have many rows and the rows of the down projection do not fit into L2 (H200,
 # two slices against one: Qwen3-30B at T=8192, 268 MB of rows, -3.5 %; Phi-3.5 at 8192, 134 MB,
