@@ -25,6 +25,7 @@ from moe_compiler import options as options_module
 from moe_compiler.deviation import Deviation, compare
 from moe_compiler.errors import InspectError, OptionError, UnsupportedError
 from moe_compiler.inspect_target import Target, TargetOptions, load_target
+from moe_compiler.random_inputs import RandomInputs
 from moe_compiler.report import GraphReport
 from moe_compiler.runtime import op
 from moe_compiler.runtime.artifact_runner import Artifact, load
@@ -58,6 +59,12 @@ class Request:
     axis: int = 0
     dtype: str = ""
     experts_implementation: str = ""
+
+    @property
+    def cases(self) -> list[tuple[int, int]]:
+        """Token count and seed of every input."""
+        seeds = range(self.seed, self.seed + self.routings)
+        return [(tokens, seed) for tokens in self.tokens for seed in seeds]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +133,7 @@ def verify(request: Request, progress: Callable[[str], None] = lambda _: None) -
     target = _target(request, request.against or text)
     if artifact is not None:
         _take_weights(target.module, artifact)
-    inputs = Inputs(target, request)
+    inputs = RandomInputs(target, request.axis)
     subject: Model
     if artifact is not None:
         subject, title = _called_by_name(artifact, target), f"artifact {request.subject}"
@@ -136,7 +143,7 @@ def verify(request: Request, progress: Callable[[str], None] = lambda _: None) -
         subject = torch.compile(target.module, backend="moeflex")
         title = f'{type(target.module).__name__}, torch.compile(backend="moeflex")'
     with torch.no_grad():
-        checks = [_whole(target.module, subject, inputs, progress)]
+        checks = [_whole(target.module, subject, inputs, request, progress)]
         blocks, notes = _blocks(target, inputs, request, progress)
     return VerifyReport(
         subject=title,
@@ -183,58 +190,6 @@ def _take_weights(module: nn.Module, artifact: Artifact) -> None:
         raise InspectError(
             f"{type(module).__name__} does not take the weights of {artifact.path}: {error}"
         ) from error
-
-
-class Inputs:
-    """Random inputs of the kind that a model takes.
-
-    Args:
-        target: the model with its example inputs.
-        request: token axis and first seed.
-    """
-
-    def __init__(self, target: Target, request: Request) -> None:
-        self.target = target
-        self.axis = request.axis if target.token_axis is None else target.token_axis
-        tensors = [t for t in (*target.args, *target.kwargs.values()) if isinstance(t, Tensor)]
-        if not tensors or tensors[0].ndim <= self.axis:
-            raise OptionError(f"--axis {self.axis} is not an axis of the first input")
-        self.count = tensors[0].shape[self.axis]
-        self.cases = [
-            (tokens, request.seed + number)
-            for tokens in request.tokens
-            for number in range(request.routings)
-        ]
-
-    def make(self, tokens: int, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional and keyword arguments for one call."""
-        generator = torch.Generator().manual_seed(seed)
-        args = tuple(self._like(value, tokens, generator) for value in self.target.args)
-        kwargs = {
-            name: self._like(value, tokens, generator) for name, value in self.target.kwargs.items()
-        }
-        return args, kwargs
-
-    def _like(self, value: Any, tokens: int, generator: torch.Generator) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        shape = list(value.shape)
-        if value.ndim > self.axis and shape[self.axis] == self.count:
-            shape[self.axis] = tokens
-        if value.dtype.is_floating_point:
-            spread = float(value.float().std()) if value.numel() > 1 else 1.0
-            random = torch.randn(shape, generator=generator) * (spread or 1.0)
-            return random.to(value.dtype)
-        vocabulary = self._vocabulary()
-        if vocabulary:
-            return torch.randint(vocabulary, shape, generator=generator).to(value.dtype)
-        pick = torch.randint(max(1, value.numel()), shape, generator=generator)
-        return value.flatten()[pick]  # integers that the model is known to take
-
-    def _vocabulary(self) -> int:
-        if self.target.phase == "given":
-            return 0
-        return int(self.target.module.get_input_embeddings().num_embeddings)  # type: ignore[operator]
 
 
 def _called_by_name(artifact: Artifact, target: Target) -> Model:
@@ -292,12 +247,16 @@ class _Worst:
 
 
 def _whole(
-    module: nn.Module, subject: Model, inputs: Inputs, progress: Callable[[str], None]
+    module: nn.Module,
+    subject: Model,
+    inputs: RandomInputs,
+    request: Request,
+    progress: Callable[[str], None],
 ) -> Check:
     exact = copy.deepcopy(module).float()
     half = any(p.dtype in (torch.bfloat16, torch.float16) for p in module.parameters())
     worst = _Worst("whole model")
-    for tokens, seed in inputs.cases:
+    for tokens, seed in request.cases:
         progress(f"whole model: {tokens} tokens, input {seed}")
         args, kwargs = inputs.make(tokens, seed)
         ours = dict(tensors_of(subject(*args, **kwargs)))
@@ -317,7 +276,7 @@ def _whole(
 
 
 def _blocks(
-    target: Target, inputs: Inputs, request: Request, progress: Callable[[str], None]
+    target: Target, inputs: RandomInputs, request: Request, progress: Callable[[str], None]
 ) -> tuple[list[Check], tuple[str, ...]]:
     """Each kernel beside the reference, on the inputs that it gets inside of the model."""
     progress("exporting")
@@ -338,7 +297,7 @@ def _blocks(
     report, _ = ahead.edit_program(program, chosen, Device(type="cpu"))
     cpu_kernels.finish()
     compared = _Compared(program.module(), _names(report))
-    for tokens, seed in inputs.cases:
+    for tokens, seed in request.cases:
         progress(f"blocks: {tokens} tokens, input {seed}")
         args, kwargs = inputs.make(tokens, seed)
         compared.run_case(args, kwargs, tokens, seed)
@@ -405,9 +364,9 @@ def _two_artifacts(
         raise OptionError(f"{first!r} and {second!r} take other inputs; they cannot be compared")
     progress(f"building {first.manifest.source}, for its inputs")
     target = _target(request, first.manifest.source)
-    inputs = Inputs(target, request)
+    inputs = RandomInputs(target, request.axis)
     worst = _Worst("whole model")
-    for tokens, seed in inputs.cases:
+    for tokens, seed in request.cases:
         progress(f"{tokens} tokens, input {seed}")
         args, kwargs = inputs.make(tokens, seed)
         pair = [

@@ -111,7 +111,7 @@ def commands_of_the_docs() -> list[str]:
 @pytest.mark.parametrize("line", commands_of_the_docs())
 def test_options_of_the_examples_exist(line: str) -> None:
     """An example is parsed as it stands; a model that is not there is the only thing it may fail for."""
-    assert cli.main([*shlex.split(line)[1:], "--help"]) == 0
     words = shlex.split(line)[1:]
-    code = cli.main(words) if words[0] not in ("doctor", "cache") else 0
-    assert code in (0, 3)
+    assert cli.main([*words, "--help"]) == 0
+    if words[0] in ("inspect", "compile", "verify", "diff"):  # the others would run
+        assert cli.main(words) == 3
