@@ -289,8 +289,8 @@ class DataFlow:
     def is_part(self, node: fx.Node, parts: bool) -> bool:
         """Whether a constant is a weight of its own though a parameter holds its elements.
 
-        Entries of a split and values cast from a storage format always are; with `parts` whatever
-        cuts, reorders or reshapes a parameter is.
+        Entries of a split, values cast from a storage format and what is detached always are; with
+        `parts` whatever cuts, reorders or reshapes a parameter is.
         """
         if not self.constant[node] or not is_float(node) or not self.uses_parameters(node):
             return False
@@ -299,6 +299,8 @@ class DataFlow:
             return op_name(node.all_input_nodes[0]) in _SPLITS - {"unbind"}
         source = tensor(node.all_input_nodes[0]) if node.all_input_nodes else None
         if name in CASTS and source is not None and source.dtype not in _COMPUTED:
+            return True
+        if name == "detach" and source is not None and source.requires_grad:
             return True
         return parts and (name in _RESHAPES or (name == "getitem" and not _picks_one(node)))
 

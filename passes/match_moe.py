@@ -24,6 +24,7 @@ from moe_compiler.passes.candidates import (
     may_hold_moe,
 )
 from moe_compiler.passes.dataflow import DataFlow
+from moe_compiler.passes.gradients import stop_of_experts
 from moe_compiler.passes.nodes import find_parameters, given_weights, num_rows, op_name
 from moe_compiler.passes.operands import NoSpecError, find_operands
 from moe_compiler.passes.prove import prove_region
@@ -213,6 +214,9 @@ def _match_frame(
                 part=part,
                 operands=find_operands(part),
             )
+            stop = stop_of_experts(candidate)
+            if stop:
+                raise NoSpecError(stop)
             proven = prove_region(candidate, name=name, module_class=module_class)
         except (NoSpecError, SliceError) as error:
             failures.append(str(error))

@@ -7,6 +7,7 @@ from torch import Tensor, fx
 
 from moe_compiler.passes.candidates import Candidate
 from moe_compiler.passes.crowd import larger_sizes, numbers_in, tokens_beyond
+from moe_compiler.passes.gradients import stop_of_router
 from moe_compiler.passes.match_router import (
     NoMatchReason,
     RouterMatch,
@@ -33,7 +34,7 @@ def router_slice(candidate: Candidate) -> Slice | str:
 def router_signature(candidate: Candidate) -> str:
     """Text that is equal for routers that compute the same function."""
     part = router_slice(candidate)
-    return part if isinstance(part, str) else part.signature()
+    return part if isinstance(part, str) else f"{part.signature()} {stop_of_router(part)}"
 
 
 def router_bias(candidate: Candidate) -> fx.Node | None:
@@ -90,6 +91,9 @@ def prove_router(candidate: Candidate, num_experts: int) -> tuple[RouterMatch | 
     if len(leaves) > 1 or any(shape_hint(n)[-1] != width for n in leaves):
         shapes = [list(shape_hint(n)) for n in leaves]
         return None, f"its router reads weights of shapes {shapes}, where one bias [E] is expected"
+    stop = stop_of_router(part)
+    if stop:
+        return None, stop
     reason = ""
     for sizes in candidate_sizes(part, x=candidate.logits, ids=candidate.ids, operands=None):
         try:

@@ -162,6 +162,10 @@ def cut(
             raise SliceError(
                 f"it also reads {_describe(node)}, which is computed outside of the block"
             )
+        elif isinstance(node.target, torch._ops.HigherOrderOperator) or node.op == "call_module":
+            raise SliceError(
+                f"it calls '{op_name(node)}', whose gradient or effect is the model's own"
+            )
         else:
             stack.extend(flow.inputs[node])
     leaves = {*weights, *scalars}

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from moe_compiler.ir import Score
+from moe_compiler.passes.match_moe import find_regions
 from tests.models import styles
 from tests.passes import graphs
 from tests.passes.test_match_moe import Small
@@ -163,3 +164,77 @@ def test_switch_that_ordinary_values_never_reach_is_no_activation() -> None:
             return torch.einsum("tki,tkhi,tk->th", hidden, self.w2[ids], weights)
 
     assert not graphs.match(Switching(), torch.randn(9, 12)).matches
+
+
+class Detached(Small):
+    """Stops gradients at one place of the block."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.place = place
+
+    def stop(self, value: torch.Tensor, place: str) -> torch.Tensor:
+        return value.detach() if place == self.place else value
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        _, weights, ids = self.route(x)
+        weights = self.stop(weights, "weights")
+        x = self.stop(x, "experts")
+        with torch.set_grad_enabled(self.place != "gate"):
+            gate = torch.einsum("th,tkih->tki", x, self.stop(self.w1, "w1")[ids])
+        hidden = torch.nn.functional.silu(gate) * torch.einsum("th,tkih->tki", x, self.w3[ids])
+        hidden = self.stop(hidden, "hidden")
+        return torch.einsum("tki,tkhi,tk->th", hidden, self.w2[ids], weights)
+
+
+def match_for_training(module: torch.nn.Module):
+    ((graph, inputs),), _ = graphs.capture(module, torch.randn(9, 12, requires_grad=True))
+    return find_regions(graph, inputs)
+
+
+@pytest.mark.parametrize("place", ["experts", "gate", "hidden"])
+def test_experts_that_stop_gradients_are_left_alone_in_training(place: str) -> None:
+    result = match_for_training(Detached(place))
+    assert not result.matches
+    assert "stops gradients" in result.refused[0].reason
+    assert len(graphs.match(Detached(place), torch.randn(9, 12)).matches) == 1
+
+
+def test_router_that_stops_gradients_stays_in_the_graph_in_training() -> None:
+    (block,) = match_for_training(Detached("weights")).matches
+    assert block.region.router.score is Score.EXTERNAL
+    assert "stops the gradient" in block.region.router_note
+    (block,) = match_for_training(Detached("nowhere")).matches
+    assert block.region.router.score is Score.SOFTMAX
+
+
+def test_detached_expert_weight_reaches_the_op_detached() -> None:
+    (block,) = match_for_training(Detached("w1")).matches
+    assert any(node.target == "detach" for node in block.experts)
+
+
+def test_function_with_a_gradient_of_its_own_is_named() -> None:
+    class Tenfold(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 10 * grad
+
+    class Scaled(Small):
+        def experts(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor):
+            return super().experts(Tenfold.apply(x), weights, ids)
+
+    result = match_for_training(Scaled())
+    assert not result.matches
+    assert "it calls 'autograd_function_apply'" in result.refused[0].reason
+
+
+@pytest.mark.parametrize("name", list(styles.STYLES))
+def test_every_style_is_matched_in_training(name: str) -> None:
+    x = styles.rows().requires_grad_()
+    ((graph, inputs),), _ = graphs.capture(styles.build(name), x)
+    (block,) = find_regions(graph, inputs).matches
+    assert block.region.router.score is not Score.EXTERNAL, block.region.router_note
