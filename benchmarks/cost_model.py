@@ -87,7 +87,8 @@ class Verdict(ctypes.Structure):
 
     _fields_ = [
         ("chosen", Split), ("chosen_ns", ctypes.c_longlong), ("best", Split),
-        ("best_ns", ctypes.c_longlong), ("serial_ns", ctypes.c_longlong), ("num_simulated", ctypes.c_int),
+        ("best_ns", ctypes.c_longlong), ("spatial", Split), ("spatial_ns", ctypes.c_longlong),
+        ("serial_ns", ctypes.c_longlong), ("num_simulated", ctypes.c_int),
     ]  # fmt: skip
 
 
@@ -157,6 +158,8 @@ def load(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     library.moeflex_search.restype = ctypes.c_ulonglong
     library.moeflex_simulate.restype = ctypes.c_longlong
+    library.moeflex_greedy.restype = ctypes.c_longlong
+    library.moeflex_greedy.argtypes = [ctypes.c_longlong] * 2 + [ctypes.c_int] * 3
     return library
 
 
@@ -190,6 +193,7 @@ def measure(library: ctypes.CDLL, stride: int) -> list[dict[str, Any]]:
                     "ours_us": verdict.chosen_ns / 1e3, "best_us": verdict.best_ns / 1e3,
                     "best_comm_sms": best.num_comm_blocks, "best_chunks": best.num_chunks,
                     "serial_us": verdict.serial_ns / 1e3, "static_us": static_ns / 1e3,
+                    "spatial_us": verdict.spatial_ns / 1e3, "spatial_comm_sms": verdict.spatial.num_comm_blocks,
                     "gap_pct": round(100 * (verdict.chosen_ns / verdict.best_ns - 1), 2),
                     "cpu_search_us": round(min(times) * 1e6, 1), "num_simulated": verdict.num_simulated,
                 }
@@ -199,13 +203,13 @@ def measure(library: ctypes.CDLL, stride: int) -> list[dict[str, Any]]:
 
 def show(rows: list[dict[str, Any]]) -> None:
     print("SIMULATED: assumed curves, no GPU")
-    head = "model tokens c chunks steal chosen,us best,us (c,chunks) serial,us static20,us gap,% search(CPU),us"
-    print("  ".join(head.split()))
+    head = "model tokens c chunks steal chosen,us best,us (c,chunks) serial,us static20,us "
+    print("  ".join((head + "spatial,us gap,% search(CPU),us").split()))
     for r in rows:
         print(
             f"{r['model']:17} {r['tokens']:5} {r['num_comm_sms']:3} {r['num_chunks']:2} {r['num_steal_tiles']:4} "
             f"{r['ours_us']:8.0f} {r['best_us']:8.0f} ({r['best_comm_sms']},{r['best_chunks']}) {r['serial_us']:8.0f} "
-            f"{r['static_us']:8.0f} {r['gap_pct']:6.1f} {r['cpu_search_us']:7.1f}"
+            f"{r['static_us']:8.0f} {r['spatial_us']:8.0f} {r['gap_pct']:6.1f} {r['cpu_search_us']:7.1f}"
         )
     gaps = [r["gap_pct"] for r in rows]
     print(f"mean gap {np.mean(gaps):.2f} %, largest {max(gaps):.2f} %, {len(gaps)} groups")

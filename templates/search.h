@@ -5,7 +5,7 @@
 // device choose alike. Lanes evaluate candidates apart from each other and take the minimum of their keys.
 //
 // Source: Weave 2026, joint search over communication SMs and chunks; differs: the end of the steal window is searched
-// too, as the chunk at whose completion the communication blocks go back.
+// too, as the chunk at whose completion the communication blocks go back; and the serial order is a candidate.
 #pragma once
 #include "scheduler.h"
 
@@ -30,7 +30,7 @@ struct Curves {
 };
 
 struct Split {
-    int num_comm_blocks;
+    int num_comm_blocks;  // all of them: the serial order
     int num_chunks;
     int window_chunks;    // the window ends when so many chunks are computed; 0: no stealing
     int num_steal_tiles;  // predicted number of tiles inside of the window
@@ -39,6 +39,15 @@ struct Split {
 
 constexpr int kMaxCommChoices = 32, kNumChunkChoices = 6, kNumWindows = 4;
 constexpr int kNumCandidates = kMaxCommChoices * kNumChunkChoices * kNumWindows;
+// The place of a split that cannot be (half of one chunk as its window) is that of the serial order.
+constexpr int kSerialCandidate = 2;
+
+// What the search may choose from. The narrower ones are there to be compared with.
+enum Schedule {
+    kSpatialTemporal = 0,  // all candidates
+    kSpatial = 1,          // blocks are split, chunks and stealing are not
+    kSerial = 2,           // everything arrives, is computed, goes home
+};
 
 MOEFLEX_HD Ns transfer_ns(Ns bytes, int bytes_per_us) {
     return bytes > 0 ? (bytes * 1000 + bytes_per_us - 1) / bytes_per_us : 0;
@@ -72,6 +81,40 @@ struct Flow {
         stolen += took * extra;
     }
 };
+
+// When the last of all tiles ends, where blocks that are free at once take them in order: exact but for gemm1 tiles that
+// wait for gemm0. A layer of a few waves is far from a fluid.
+MOEFLEX_HD Ns greedy_ns(Ns tiles0, Ns tiles1, int ns0, int ns1, int blocks) {
+    const Ns late = tiles0 % blocks, early = blocks - late;  // late: blocks with a gemm0 tile more
+    const Ns start = tiles0 / blocks * ns0, gemm0_end = start + (late ? ns0 : 0);
+    if (tiles1 == 0) return gemm0_end;
+    // Tiles that an early block ends, and begins, before the late ones begin their first.
+    const Ns whole = late ? ns0 / ns1 : 0, begun = late ? (ns0 + ns1 - 1) / ns1 : 0;
+    const Ns last_early = early * begun >= tiles1 ? (tiles1 + early - 1) / early
+                                                  : (tiles1 + late * begun + blocks - 1) / blocks;
+    Ns end = start + last_early * ns1;
+    if (late && early * whole < tiles1) {
+        const Ns last_late = (tiles1 - early * whole + blocks - 1) / blocks;
+        if (gemm0_end + last_late * ns1 < end) end = gemm0_end + last_late * ns1;
+    }
+    return end < gemm0_end ? gemm0_end : end;
+}
+
+// All blocks pull every row, compute every tile, and send every result.
+MOEFLEX_HD Split predict_serial(const Traffic& t, const Curves& curves) {
+    const int all = curves.num_blocks;
+    const Ns rows = t.num_row_tiles;
+    Split s;
+    s.num_comm_blocks = all;
+    s.num_chunks = 1;
+    s.window_chunks = 1;
+    s.num_steal_tiles = t.num_row_tiles * (t.num_cols0 + t.num_cols1);
+    s.ns = transfer_ns(t.in_bytes, curves.bytes_per_us[all]) +
+           greedy_ns(rows * t.num_cols0, rows * t.num_cols1, curves.gemm0_ns[all],
+                     curves.gemm1_ns[all], all) +
+           transfer_ns(t.out_bytes, curves.bytes_per_us[all]);
+    return s;
+}
 
 // The time of one split. Chunk g is gemm0 when its rows are there; gemm1 of the chunk before follows; a computed chunk
 // goes home by the communication blocks, the last one by all.
@@ -142,7 +185,7 @@ MOEFLEX_HD int chunk_choice(int i) {
     return i < 4 ? i + 1 : i == 4 ? 6 : 8;
 }
 
-// Candidate `i` of kNumCandidates; false where this machine or layer has no such one.
+// Candidate `i` of kNumCandidates but the serial one; false where this machine or layer has no such one.
 MOEFLEX_HD bool candidate(const Curves& curves, int i, int* comm, int* chunks, int* window) {
     const int step = ceil_div(curves.num_blocks - 1, kMaxCommChoices);
     *comm = 1 + i / (kNumChunkChoices * kNumWindows) * step;
@@ -154,23 +197,36 @@ MOEFLEX_HD bool candidate(const Curves& curves, int i, int* comm, int* chunks, i
     return *comm < curves.num_blocks;
 }
 
+MOEFLEX_HD bool is_allowed(Schedule schedule, int chunks, int window) {
+    return schedule == kSpatialTemporal || (schedule == kSpatial && chunks == 1 && window == 0);
+}
+
 // The best key of the candidates of lane `lane`: predicted time, then index. Times stay below 2^47 ns.
 MOEFLEX_HD unsigned long long search_lane(const Traffic& t, const Curves& curves, int lane,
-                                          int lanes) {
+                                          int lanes, Schedule schedule = kSpatialTemporal) {
     unsigned long long best = ~0ull;
     for (int i = lane; i < kNumCandidates; i += lanes) {
+        Ns ns;
         int comm, chunks, window;
-        if (!candidate(curves, i, &comm, &chunks, &window)) continue;
-        const unsigned long long key =
-            (unsigned long long)predict(t, curves, comm, chunks, window).ns << 16 | (unsigned)i;
+        if (i == kSerialCandidate) {
+            if (schedule == kSpatial && curves.num_blocks > 1) continue;
+            ns = predict_serial(t, curves).ns;
+        } else {
+            if (!candidate(curves, i, &comm, &chunks, &window)) continue;
+            if (!is_allowed(schedule, chunks, window)) continue;
+            ns = predict(t, curves, comm, chunks, window).ns;
+        }
+        const unsigned long long key = (unsigned long long)ns << 16 | (unsigned)i;
         if (key < best) best = key;
     }
     return best;
 }
 
 MOEFLEX_HD Split split_of(const Traffic& t, const Curves& curves, unsigned long long key) {
+    const int i = (int)(key & 0xffff);
+    if (i == kSerialCandidate) return predict_serial(t, curves);
     int comm, chunks, window;
-    candidate(curves, (int)(key & 0xffff), &comm, &chunks, &window);
+    candidate(curves, i, &comm, &chunks, &window);
     return predict(t, curves, comm, chunks, window);
 }
 

@@ -114,7 +114,9 @@ struct Verdict {
     Ns chosen_ns;  // simulated
     Split best;
     Ns best_ns;
-    Ns serial_ns;  // all blocks communicate, then all compute, then all communicate; no tile is cut off
+    Split spatial;  // chosen without chunks and stealing
+    Ns spatial_ns;
+    Ns serial_ns;  // all blocks communicate, then all compute, then all communicate
     int num_simulated;
 };
 
@@ -146,13 +148,17 @@ extern "C" int moeflex_judge(const Problem* problem, const int* counts, const Cu
             }
     }
     layout.cut(1);
-    const int all = curves->num_blocks;
-    const Ns link = transfer_ns(in_bytes, curves->bytes_per_us[all]) +
-                    transfer_ns(out_bytes, curves->bytes_per_us[all]);
-    out->serial_ns = link + ((Ns)p.num_row_tiles * (p.num_cols0 * (Ns)curves->gemm0_ns[all] +
-                                                    p.num_cols1 * (Ns)curves->gemm1_ns[all]) +
-                             all - 1) /
-                                all;
+    out->spatial = split_of(t, *curves, search_lane(t, *curves, 0, 1, kSpatial));
+    out->spatial_ns = simulate(layout.view, t, *curves, out->spatial.num_comm_blocks,
+                               out->spatial.num_steal_tiles);
+    const Split serial = split_of(t, *curves, search_lane(t, *curves, 0, 1, kSerial));
+    out->serial_ns =
+        simulate(layout.view, t, *curves, serial.num_comm_blocks, serial.num_steal_tiles);
+    ++out->num_simulated;
+    if (out->serial_ns < out->best_ns) {
+        out->best_ns = out->serial_ns;
+        out->best = serial;
+    }
     return 0;
 }
 
@@ -165,6 +171,11 @@ extern "C" Ns moeflex_simulate(const Problem* problem, const int* counts, const 
     layout.cut(chunks);
     const Traffic t = {p.num_row_tiles, p.num_cols0, p.num_cols1, in_bytes, out_bytes};
     return simulate(layout.view, t, *curves, comm, steal);
+}
+
+// Nanoseconds that search.h predicts for the serial order's tiles alone.
+extern "C" Ns moeflex_greedy(Ns tiles0, Ns tiles1, int ns0, int ns1, int blocks) {
+    return greedy_ns(tiles0, tiles1, ns0, ns1, blocks);
 }
 
 // The best key found by `lanes` lanes apart from each other.
