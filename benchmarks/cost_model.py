@@ -25,10 +25,15 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import results_io  # noqa: E402
 from moe_compiler.runtime import toolchain  # noqa: E402
+from moe_compiler.runtime.schedule_twin import (  # noqa: E402
+    AssumedMachine,
+    Problem,
+    Split,
+)
 
-NUM_BLOCKS = 132
-ROWS, COLS0, COLS1 = 128, 128, 256
-LINK_GBPS, LINK_BLOCKS, TFLOPS = 369, 10, 600
+MACHINE = AssumedMachine()
+NUM_BLOCKS, TFLOPS = MACHINE.num_blocks, MACHINE.tflops
+ROWS, COLS0, COLS1 = MACHINE.rows, MACHINE.cols0, MACHINE.cols1
 STATIC_COMM = 20
 # E, K, H, I
 SHAPES = {
@@ -40,21 +45,6 @@ SHAPES = {
 TOKENS = (512, 1024, 2048, 4096)
 
 
-class Problem(ctypes.Structure):
-    """`moeflex::Problem`."""
-
-    _fields_ = [
-        (name, ctypes.c_int)
-        for name in "num_tokens top_k num_experts hidden intermediate num_heights".split()
-    ] + [("heights", ctypes.c_int * 4)] + [
-        (name, ctypes.c_int)
-        for name in (
-            "row_align gemm0_cols gemm1_cols chunk_tiles combine_tokens arrivals world rank "
-            "num_blocks num_comm_blocks"
-        ).split()
-    ]  # fmt: skip
-
-
 class Traffic(ctypes.Structure):
     """`moeflex::Traffic`."""
 
@@ -62,24 +52,6 @@ class Traffic(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("num_row_tiles", "num_cols0", "num_cols1")),
         *((name, ctypes.c_longlong) for name in ("in_bytes", "out_bytes")),
     ]
-
-
-class Curves(ctypes.Structure):
-    """`moeflex::Curves`."""
-
-    _fields_ = [
-        ("num_blocks", ctypes.c_int),
-        *((name, ctypes.POINTER(ctypes.c_int)) for name in ("bytes_per_us", "gemm0_ns", "gemm1_ns")),
-    ]  # fmt: skip
-
-
-class Split(ctypes.Structure):
-    """`moeflex::Split`."""
-
-    _fields_ = [
-        (name, ctypes.c_int)
-        for name in ("num_comm_blocks", "num_chunks", "window_chunks", "num_steal_tiles")
-    ] + [("ns", ctypes.c_longlong)]
 
 
 class Verdict(ctypes.Structure):
@@ -114,15 +86,9 @@ class Group:
             int((-(-self.counts // ROWS)).sum()), -(-I // COLS0), -(-H // COLS1),
             self.in_bytes, self.out_bytes,
         )  # fmt: skip
-        blocks = np.arange(num_blocks + 1)
-        flop_per_ns = TFLOPS * 1e3 / NUM_BLOCKS
-        self._arrays = [
-            (LINK_GBPS * 1e3 * (1 - np.exp(-blocks / LINK_BLOCKS))).astype(np.int32),
-            np.full(num_blocks + 1, int(4 * ROWS * COLS0 * H / flop_per_ns), np.int32),
-            np.full(num_blocks + 1, int(2 * ROWS * COLS1 * I / flop_per_ns), np.int32),
-        ]
-        pointers = [a.ctypes.data_as(ctypes.POINTER(ctypes.c_int)) for a in self._arrays]
-        self.curves = Curves(num_blocks, *pointers)
+        self.curves = AssumedMachine(
+            num_blocks=num_blocks, tflops=TFLOPS * num_blocks / NUM_BLOCKS
+        ).curves(H, I)
 
     def judge(self, library: ctypes.CDLL, stride: int) -> Verdict:
         """The chosen split beside the best of the simulated ones."""

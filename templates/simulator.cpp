@@ -162,6 +162,19 @@ extern "C" int moeflex_judge(const Problem* problem, const int* counts, const Cu
     return 0;
 }
 
+// What the search chooses for the layer, and its simulated time. The layer has rows.
+extern "C" void moeflex_plan(const Problem* problem, const int* counts, const Curves* curves,
+                             Ns in_bytes, Ns out_bytes, int schedule, Split* split,
+                             Ns* simulated_ns) {
+    Layout layout(*problem, counts);
+    const Plan& p = layout.view.plan;
+    const Traffic t = {p.num_row_tiles, p.num_cols0, p.num_cols1, in_bytes, out_bytes};
+    *split = split_of(t, *curves, search_lane(t, *curves, 0, 1, (Schedule)schedule));
+    layout.cut(split->num_chunks);
+    *simulated_ns =
+        simulate(layout.view, t, *curves, split->num_comm_blocks, split->num_steal_tiles);
+}
+
 // Simulated time of one split of the layer; -1 for a layer without rows.
 extern "C" Ns moeflex_simulate(const Problem* problem, const int* counts, const Curves* curves,
                                Ns in_bytes, Ns out_bytes, int comm, int chunks, int steal) {

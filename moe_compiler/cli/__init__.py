@@ -22,7 +22,7 @@ from typing import Any
 
 from moe_compiler.errors import MoeflexError, OptionError
 
-COMMANDS = ("inspect", "compile", "verify", "diff", "bench", "doctor", "cache")
+COMMANDS = ("inspect", "compile", "verify", "diff", "bench", "doctor", "cache", "replay")
 
 EXIT_DONE = 0
 EXIT_NOT_FULFILLED = 1

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.cost_model import Problem
+from moe_compiler.runtime.schedule_twin import Problem
 
 HERE = Path(__file__).resolve().parent
 EMULATOR = HERE.parents[1] / "templates" / "emulator.cpp"

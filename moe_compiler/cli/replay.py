@@ -1,0 +1,147 @@
+"""`moeflex replay`: how a routing would be scheduled over several ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from moe_compiler.cli.options import Json, Quiet, write_text
+from moe_compiler.errors import OptionError
+
+NOTE = "SIMULATED with assumed curves (132 SMs at 600 TFLOP/s, a link of 369 GB/s); no time was measured"
+_BYTES = 2  # of one value that is sent
+
+
+class Schedule(str, enum.Enum):
+    """What the search may choose from."""
+
+    all = "spatial+temporal"
+    spatial = "spatial"
+    serial = "serial"
+
+
+def command(
+    trace: Annotated[
+        str,
+        typer.Argument(
+            metavar="TRACE",
+            help="balanced, random, power-law:A (such as power-law:1.2), or a file of ids: .npy [T, K] or [L, T, K]; "
+            ".csv, a token a line; .jsonl, a layer a line.",
+        ),
+    ],
+    shape: Annotated[
+        str,
+        typer.Option(
+            metavar="E,K,H,I", help="Experts, experts a token, hidden, expert intermediate."
+        ),
+    ],
+    ranks: Annotated[int, typer.Option(min=1, max=1024, help="GPUs that share the experts.")] = 2,
+    tokens: Annotated[
+        int,
+        typer.Option(min=1, max=1 << 20, help="Tokens of all ranks together, where generated."),
+    ] = 4096,
+    schedule: Annotated[
+        Schedule, typer.Option(help="What the search may choose from.")
+    ] = Schedule.all,
+    json_file: Json = "",
+    quiet: Quiet = False,
+) -> None:
+    """Plan the layers of a routing trace, for every GPU. The scheduler is that of the kernels; the times are simulated.
+
+    Each row shows how many SMs communicate, in how many chunks the experts are computed, and how many tiles the
+    communicating SMs take over.
+
+    Example: `moeflex replay power-law:1.2 --shape 128,8,2048,768 --ranks 4`
+    """
+    sizes = parse_shape(shape)
+    if ranks > sizes[0]:
+        raise OptionError(f"--ranks {ranks} is more than the {sizes[0]} experts of --shape")
+    rows = _plan(trace, sizes, ranks, tokens, schedule.value)
+
+    from moe_compiler.cli.terminal import reader_may_leave
+
+    with reader_may_leave():
+        if not quiet and json_file != "-":
+            _print(rows)
+        if json_file:
+            report = {"note": NOTE, "schedule": schedule.value, "ranks": ranks, "rows": rows}
+            write_text("--json", json_file, json.dumps(report, indent=2) + "\n")
+
+
+def parse_shape(text: str) -> tuple[int, int, int, int]:
+    """`E,K,H,I` to numbers.
+
+    Raises:
+        OptionError: it is not four positive integers, or K is more than E.
+    """
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if len(numbers) != 4 or min(numbers) < 1 or max(numbers) > 1 << 20 or numbers[1] > numbers[0]:
+        raise OptionError(
+            "--shape takes E,K,H,I: four positive integers with K <= E, such as 128,8,2048,768; "
+            f"got {text!r}"
+        )
+    experts, top_k, hidden, intermediate = numbers
+    return experts, top_k, hidden, intermediate
+
+
+def _plan(
+    trace: str, shape: tuple[int, int, int, int], num_ranks: int, num_tokens: int, schedule: str
+) -> list[dict[str, Any]]:
+    from moe_compiler.runtime import routing_trace, schedule_twin
+
+    num_experts, top_k, hidden, _ = shape
+    if Path(trace).suffix in (".npy", ".csv", ".jsonl"):
+        ids = routing_trace.read(Path(trace))
+        if ids.shape[2] != top_k:
+            raise OptionError(f"{trace} has {ids.shape[2]} ids a token, --shape has K = {top_k}")
+    else:
+        ids = routing_trace.generate(trace, num_tokens, num_experts, top_k)
+    rows = []
+    for layer, routes in enumerate(ids):
+        for rank, load in enumerate(routing_trace.traffic(routes, num_experts, num_ranks)):
+            plan = schedule_twin.plan_rank(
+                load.counts,
+                shape=shape,
+                num_ranks=num_ranks,
+                num_tokens=load.num_tokens,
+                in_bytes=load.arrivals * hidden * _BYTES,
+                out_bytes=load.results * hidden * _BYTES,
+                schedule=schedule,
+            )
+            own = {"layer": layer, "rank": rank, "num_tokens": load.num_tokens}
+            rows.append({**own, **dataclasses.asdict(plan)})
+    return rows
+
+
+def _print(rows: list[dict[str, Any]]) -> None:
+    from rich import box
+    from rich.table import Table
+
+    from moe_compiler.cli.terminal import output_console
+    from moe_compiler.cli.units import bytes_text, time_text
+
+    table = Table(box=box.SIMPLE_HEAD)
+    heads = "layer,GPU,tokens,rows,fullest expert,in,out,comm SMs,chunks,stolen tiles,predicted,simulated"
+    for head in heads.split(","):
+        table.add_column(head, justify="right")
+    for row in rows:
+        names = ("layer", "rank", "num_tokens", "num_rows", "max_expert_rows")
+        cells = [str(row[name]) for name in names]
+        cells += [bytes_text(row["in_bytes"]), bytes_text(row["out_bytes"])]
+        if row["num_rows"] == 0:
+            cells += ["-"] * 5
+        else:
+            cells += [str(row[n]) for n in ("num_comm_sms", "num_chunks", "num_steal_tiles")]
+            cells += [time_text(row["predicted_us"]), time_text(row["simulated_us"])]
+        table.add_row(*cells)
+    console = output_console()
+    console.print(table)
+    console.print(NOTE)
