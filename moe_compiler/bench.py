@@ -64,10 +64,6 @@ class Request:
         """
         if bool(self.model) == bool(self.shape):
             raise OptionError("give a model, or --shape E,K,H,I, and not both")
-        if self.shape and (len(self.shape) != 4 or min(self.shape) < 1):
-            raise OptionError(f"--shape takes four sizes E,K,H,I; got {self.shape}")
-        if self.shape and self.shape[1] > self.shape[0]:
-            raise OptionError(f"--shape {self.shape}: a token cannot have K > E experts")
         strange = set(self.contenders) - set(CONTENDERS)
         if strange or not self.contenders:
             raise OptionError(

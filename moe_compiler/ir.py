@@ -435,7 +435,7 @@ class MoERegion:
             the graph has no names.
         module_class: class name of that module, for reports only.
         router: the proven router; EXTERNAL when only ids and weights could be proven.
-        router_note: why `router` is EXTERNAL, or "".
+        router_note: why `router` is EXTERNAL or stays in the graph, or "".
         experts: the proven experts.
         num_tokens: T where static, 0 where dynamic.
         dense_weights: the graph holds weights as [T, E], zero where not routed.

@@ -109,6 +109,7 @@ def plans_for(region: MoERegion, options: Options) -> list[MoEPlan]:
     absorb = (
         options.absorb_router == "auto"
         and region.router.score is not Score.EXTERNAL
+        and not region.router_note
         and not set(region.escaping) - {"logits"}
     )
     if not absorb:

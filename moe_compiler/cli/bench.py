@@ -16,10 +16,10 @@ from moe_compiler.cli.options import (
     Experts,
     Json,
     Quiet,
+    parse_shape,
     parse_tokens,
     write_text,
 )
-from moe_compiler.errors import OptionError
 
 if TYPE_CHECKING:
     from moe_compiler.bench import BenchReport
@@ -94,18 +94,6 @@ def command(
             rows = [{**dataclasses.asdict(row), "speedup": row.speedup} for row in report.rows]
             fields = {**dataclasses.asdict(report), "rows": rows}
             write_text("--json", json_file, json.dumps(fields, indent=2) + "\n")
-
-
-def parse_shape(text: str) -> tuple[int, ...]:
-    """`64,6,1024,704` to numbers.
-
-    Raises:
-        OptionError: it is something else.
-    """
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError as error:
-        raise OptionError(f"--shape takes four sizes E,K,H,I; got {text!r}") from error
 
 
 def _print(out: Any, report: BenchReport) -> None:

@@ -75,6 +75,25 @@ def parse_range(text: str) -> tuple[int, int]:
     return found
 
 
+def parse_shape(text: str) -> tuple[int, int, int, int]:
+    """`E,K,H,I` to numbers.
+
+    Raises:
+        OptionError: it is not four positive integers, or K is more than E.
+    """
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if len(numbers) != 4 or min(numbers) < 1 or max(numbers) > 1 << 20 or numbers[1] > numbers[0]:
+        raise OptionError(
+            "--shape takes E,K,H,I: four positive integers with K <= E, such as 128,8,2048,768; "
+            f"got {text!r}"
+        )
+    experts, top_k, hidden, intermediate = numbers
+    return experts, top_k, hidden, intermediate
+
+
 def write_text(option: str, file: str, text: str) -> None:
     """Write what an option asks for to a file, or to standard output for "-".
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from moe_compiler.cli.options import Json, Quiet, write_text
+from moe_compiler.cli.options import Json, Quiet, parse_shape, write_text
 from moe_compiler.errors import OptionError
 
 NOTE = "SIMULATED with assumed curves (132 SMs at 600 TFLOP/s, a link of 369 GB/s); no time was measured"
@@ -71,25 +71,6 @@ def command(
         if json_file:
             report = {"note": NOTE, "schedule": schedule.value, "ranks": ranks, "rows": rows}
             write_text("--json", json_file, json.dumps(report, indent=2) + "\n")
-
-
-def parse_shape(text: str) -> tuple[int, int, int, int]:
-    """`E,K,H,I` to numbers.
-
-    Raises:
-        OptionError: it is not four positive integers, or K is more than E.
-    """
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if len(numbers) != 4 or min(numbers) < 1 or max(numbers) > 1 << 20 or numbers[1] > numbers[0]:
-        raise OptionError(
-            "--shape takes E,K,H,I: four positive integers with K <= E, such as 128,8,2048,768; "
-            f"got {text!r}"
-        )
-    experts, top_k, hidden, intermediate = numbers
-    return experts, top_k, hidden, intermediate
 
 
 def _plan(
