@@ -109,7 +109,7 @@ class CudaConfig:
         """Short name for people and for the build cache."""
         tile = (
             f"n{self.num_tokens_per_tile}x{self.num_slabs}"
-            if self.kernel is not Kernel.PREFILL
+            if self.kernel is Kernel.DECODE
             else "128x256"
         )
         major = ("m" if self.w13_mn_major else "k") + ("m" if self.w2_mn_major else "k")
@@ -128,7 +128,7 @@ class CudaConfig:
     @property
     def max_tiles(self) -> int:
         """Decode only: entries of the tile table."""
-        if self.kernel is not Kernel.DECODE:
+        if self.kernel is Kernel.PREFILL:
             return 0
         return self.max_routes // self.num_tokens_per_tile + min(MAX_EXPERTS, self.max_routes)
 

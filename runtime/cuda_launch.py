@@ -57,8 +57,6 @@ class KernelConfig(Protocol):
     @property
     def block_m(self) -> int: ...  # noqa: D102
     @property
-    def num_tokens_per_tile(self) -> int: ...  # noqa: D102
-    @property
     def block_k(self) -> int: ...  # noqa: D102
     @property
     def num_slabs(self) -> int: ...  # noqa: D102

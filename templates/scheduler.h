@@ -176,71 +176,19 @@ MOEFLEX_HD Plan build_plan(const Problem& p, const int* counts, const PlanArrays
     return plan;
 }
 
-// The expert of a row tile, by binary search. expert_tile [num_experts + 1].
-MOEFLEX_HD int find_expert(const int* expert_tile, int num_experts, int row_tile) {
-    int low = 0, high = num_experts;  // expert_tile[low] <= row_tile < expert_tile[high]
-    while (high - low > 1) {
-        const int middle = (low + high) / 2;
-        if (expert_tile[middle] <= row_tile)
-            low = middle;
-        else
-            high = middle;
-    }
-    return low;
-}
-
-// `off` counts the tiles of one stage of row tiles [first, first + num), and falls into expert e: experts in order;
-// inside an expert columns in order, row tiles fastest, so that neighbours in time share the weight tile.
-MOEFLEX_HD Tile place_in_expert(const int* expert_tile, int e, int stage, int cols, int first,
-                                int num, int off) {
-    const int begin = max_int(expert_tile[e], first);
-    const int count = min_int(expert_tile[e + 1], first + num) - begin;
+// `off` counts the tiles of one stage of row tiles [first, first + num): experts in order; inside an expert columns in
+// order, row tiles fastest, so that neighbours in time share the weight tile.
+MOEFLEX_HD Tile place(const PlanView& v, int stage, int first, int num, int off) {
+    const int cols = stage == kGemm0 ? v.plan.num_cols0 : v.plan.num_cols1;
+    const int e = v.tile_expert[first + off / cols];
+    const int begin = max_int(v.expert_tile[e], first);
+    const int count = min_int(v.expert_tile[e + 1], first + num) - begin;
     const int inside = off - (begin - first) * cols;
     Tile t;
     t.stage = stage;
     t.expert = e;
     t.row_tile = begin + inside % count;
     t.col = inside / count;
-    return t;
-}
-MOEFLEX_HD Tile place(const PlanView& v, int stage, int first, int num, int off) {
-    const int cols = stage == kGemm0 ? v.plan.num_cols0 : v.plan.num_cols1;
-    const int e = v.tile_expert[first + off / cols];
-    return place_in_expert(v.expert_tile, e, stage, cols, first, num, off);
-}
-
-// Order of one rank without chunks: all tiles of gemm0, then gemm1 in slices of `slice_cols` column tiles, so that the
-// weighted sums of one slice run beside the products of the next. expert_tile [num_experts + 1].
-struct SlicedOrder {
-    const int* expert_tile;
-    int num_experts;
-    int num_cols0;
-    int num_cols1;
-    int slice_cols;
-};
-MOEFLEX_HD int slice_columns(const SlicedOrder& o, int slice) {
-    return min_int(o.slice_cols, o.num_cols1 - slice * o.slice_cols);
-}
-MOEFLEX_HD Tile decode_sliced(const SlicedOrder& o, int seq) {
-    const int num_row_tiles = o.expert_tile[o.num_experts];
-    int stage = kGemm0, cols = o.num_cols0, first_col = 0, off = seq;
-    if (seq >= num_row_tiles * o.num_cols0) {
-        off -= num_row_tiles * o.num_cols0;
-        if (off >= num_row_tiles * o.num_cols1) {
-            Tile stop;
-            stop.stage = kStop;
-            stop.expert = stop.row_tile = stop.col = 0;
-            return stop;
-        }
-        const int slice = off / (num_row_tiles * o.slice_cols);
-        stage = kGemm1;
-        cols = slice_columns(o, slice);
-        first_col = slice * o.slice_cols;
-        off -= num_row_tiles * first_col;
-    }
-    const int e = find_expert(o.expert_tile, o.num_experts, off / cols);
-    Tile t = place_in_expert(o.expert_tile, e, stage, cols, 0, num_row_tiles, off);
-    t.col += first_col;
     return t;
 }
 

@@ -185,10 +185,9 @@ MOEFLEX_DEVICE void tma_commit() {
 MOEFLEX_DEVICE void tma_wait_written() {
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
-// The shared memory of this thread's bulk stores, but for the last kPending, may be overwritten.
-template <int kPending = 0>
+// The shared memory of this thread's bulk stores may be overwritten.
 MOEFLEX_DEVICE void tma_wait_read() {
-    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
 // 16 bytes, global to shared; zeros instead when not `valid` (the address is then not read).
@@ -268,14 +267,6 @@ MOEFLEX_DEVICE void store_matrix_x4(u32 dst, u32 r0, u32 r1, u32 r2, u32 r3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(dst),
                  "r"(r0), "r"(r1), "r"(r2), "r"(r3)
                  : "memory");
-}
-
-// Each 8x8 matrix transposed on its way.
-MOEFLEX_DEVICE void store_matrix_x4_transposed(u32 dst, u32 r0, u32 r1, u32 r2, u32 r3) {
-    asm volatile(
-        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(dst),
-        "r"(r0), "r"(r1), "r"(r2), "r"(r3)
-        : "memory");
 }
 
 }  // namespace moeflex

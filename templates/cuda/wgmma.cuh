@@ -40,59 +40,50 @@ MOEFLEX_DEVICE u64 operand_descriptor(u32 address, u32 mn_stride) {
 template <bool kMnMajor>
 constexpr int kStepUnits = kMnMajor ? 128 : 2;
 
-// Accumulator operands, four registers (8 columns of the product) at a time up to 72.
 #define MOEFLEX_REGS_4 "%0, %1, %2, %3"
 #define MOEFLEX_OUTS_4 "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
 #define MOEFLEX_REGS_8 MOEFLEX_REGS_4 ", %4, %5, %6, %7"
 #define MOEFLEX_OUTS_8 MOEFLEX_OUTS_4, "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
-#define MOEFLEX_REGS_12 MOEFLEX_REGS_8 ", %8, %9, %10, %11"
-#define MOEFLEX_OUTS_12 MOEFLEX_OUTS_8, "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11])
-#define MOEFLEX_REGS_16 MOEFLEX_REGS_12 ", %12, %13, %14, %15"
-#define MOEFLEX_OUTS_16 MOEFLEX_OUTS_12, "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
-#define MOEFLEX_REGS_20 MOEFLEX_REGS_16 ", %16, %17, %18, %19"
-#define MOEFLEX_OUTS_20 MOEFLEX_OUTS_16, "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19])
-#define MOEFLEX_REGS_24 MOEFLEX_REGS_20 ", %20, %21, %22, %23"
-#define MOEFLEX_OUTS_24 MOEFLEX_OUTS_20, "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
-#define MOEFLEX_REGS_28 MOEFLEX_REGS_24 ", %24, %25, %26, %27"
-#define MOEFLEX_OUTS_28 MOEFLEX_OUTS_24, "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27])
-#define MOEFLEX_REGS_32 MOEFLEX_REGS_28 ", %28, %29, %30, %31"
-#define MOEFLEX_OUTS_32 MOEFLEX_OUTS_28, "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-#define MOEFLEX_REGS_36 MOEFLEX_REGS_32 ", %32, %33, %34, %35"
-#define MOEFLEX_OUTS_36 MOEFLEX_OUTS_32, "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35])
-#define MOEFLEX_REGS_40 MOEFLEX_REGS_36 ", %36, %37, %38, %39"
-#define MOEFLEX_OUTS_40 MOEFLEX_OUTS_36, "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39])
-#define MOEFLEX_REGS_44 MOEFLEX_REGS_40 ", %40, %41, %42, %43"
-#define MOEFLEX_OUTS_44 MOEFLEX_OUTS_40, "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43])
-#define MOEFLEX_REGS_48 MOEFLEX_REGS_44 ", %44, %45, %46, %47"
-#define MOEFLEX_OUTS_48 MOEFLEX_OUTS_44, "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47])
-#define MOEFLEX_REGS_52 MOEFLEX_REGS_48 ", %48, %49, %50, %51"
-#define MOEFLEX_OUTS_52 MOEFLEX_OUTS_48, "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51])
-#define MOEFLEX_REGS_56 MOEFLEX_REGS_52 ", %52, %53, %54, %55"
-#define MOEFLEX_OUTS_56 MOEFLEX_OUTS_52, "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55])
-#define MOEFLEX_REGS_60 MOEFLEX_REGS_56 ", %56, %57, %58, %59"
-#define MOEFLEX_OUTS_60 MOEFLEX_OUTS_56, "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59])
-#define MOEFLEX_REGS_64 MOEFLEX_REGS_60 ", %60, %61, %62, %63"
-#define MOEFLEX_OUTS_64 MOEFLEX_OUTS_60, "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-#define MOEFLEX_REGS_68 MOEFLEX_REGS_64 ", %64, %65, %66, %67"
-#define MOEFLEX_OUTS_68 MOEFLEX_OUTS_64, "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67])
-#define MOEFLEX_REGS_72 MOEFLEX_REGS_68 ", %68, %69, %70, %71"
-#define MOEFLEX_OUTS_72 MOEFLEX_OUTS_68, "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71])
-#define MOEFLEX_REGS_128                                                                      \
-    MOEFLEX_REGS_72                                                                           \
-    ", %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, " \
-    "%89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, "   \
-    "%105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, "    \
-    "%119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define MOEFLEX_REGS_16 MOEFLEX_REGS_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define MOEFLEX_OUTS_16                                                                         \
+    MOEFLEX_OUTS_8, "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), \
+        "+f"(d[14]), "+f"(d[15])
+#define MOEFLEX_REGS_32 \
+    MOEFLEX_REGS_16     \
+    ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define MOEFLEX_OUTS_32                                                                            \
+    MOEFLEX_OUTS_16, "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), \
+        "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), \
+        "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+#define MOEFLEX_REGS_64                                                                \
+    MOEFLEX_REGS_32                                                                    \
+    ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
+    ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define MOEFLEX_OUTS_64                                                                            \
+    MOEFLEX_OUTS_32, "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), \
+        "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), \
+        "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), \
+        "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), \
+        "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+#define MOEFLEX_REGS_128                                                                       \
+    MOEFLEX_REGS_64                                                                            \
+    ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"         \
+    ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"         \
+    ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, " \
+    "%111"                                                                                     \
+    ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, "   \
+    "%126, %127"
 #define MOEFLEX_OUTS_128                                                                           \
-    MOEFLEX_OUTS_72, "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), \
-        "+f"(d[78]), "+f"(d[79]), "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), \
-        "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), \
-        "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]), "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), \
-        "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]), "+f"(d[104]),         \
-        "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]),        \
-        "+f"(d[111]), "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]),        \
-        "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), "+f"(d[120]), "+f"(d[121]), "+f"(d[122]),        \
-        "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
+    MOEFLEX_OUTS_64, "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), \
+        "+f"(d[70]), "+f"(d[71]), "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), \
+        "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), \
+        "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), \
+        "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]), "+f"(d[96]), "+f"(d[97]), \
+        "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]),          \
+        "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]),        \
+        "+f"(d[110]), "+f"(d[111]), "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]),        \
+        "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), "+f"(d[120]), "+f"(d[121]),        \
+        "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
 
 #define MOEFLEX_WGMMA_ASM(N, COUNT, TYPE, A, B, ACC, TA, TB)                                    \
     asm volatile(                                                                               \
@@ -117,16 +108,8 @@ struct Wgmma;
 MOEFLEX_WGMMA(8, 4, "%4", "%5", "%6", "%7", "%8")
 MOEFLEX_WGMMA(16, 8, "%8", "%9", "%10", "%11", "%12")
 MOEFLEX_WGMMA(32, 16, "%16", "%17", "%18", "%19", "%20")
-MOEFLEX_WGMMA(48, 24, "%24", "%25", "%26", "%27", "%28")
 MOEFLEX_WGMMA(64, 32, "%32", "%33", "%34", "%35", "%36")
-MOEFLEX_WGMMA(80, 40, "%40", "%41", "%42", "%43", "%44")
-MOEFLEX_WGMMA(96, 48, "%48", "%49", "%50", "%51", "%52")
-MOEFLEX_WGMMA(104, 52, "%52", "%53", "%54", "%55", "%56")
-MOEFLEX_WGMMA(112, 56, "%56", "%57", "%58", "%59", "%60")
-MOEFLEX_WGMMA(120, 60, "%60", "%61", "%62", "%63", "%64")
 MOEFLEX_WGMMA(128, 64, "%64", "%65", "%66", "%67", "%68")
-MOEFLEX_WGMMA(136, 68, "%68", "%69", "%70", "%71", "%72")
-MOEFLEX_WGMMA(144, 72, "%72", "%73", "%74", "%75", "%76")
 MOEFLEX_WGMMA(256, 128, "%128", "%129", "%130", "%131", "%132")
 
 }  // namespace moeflex

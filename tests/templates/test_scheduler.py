@@ -25,14 +25,6 @@ def test_decode_is_a_topological_bijection(compile_cpp: Any) -> None:
     assert done.stdout.startswith("ok 100000 problems")
 
 
-def test_slices_come_in_order(compile_cpp: Any) -> None:
-    """The sliced order is a bijection, gemm0 first, slices in order."""
-    program = compile_cpp(HERE / "sliced_order_test.cpp", "-O2", "-Wall", "-Wextra", "-Werror")
-    done = subprocess.run([program, "3000"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
-    assert done.stdout.startswith("ok 3000 problems")
-
-
 @pytest.fixture(scope="module")
 def emulator(compile_cpp: Any) -> ctypes.CDLL:
     """The emulator as a library."""

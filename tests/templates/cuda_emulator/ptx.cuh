@@ -164,15 +164,13 @@ inline void tma_commit() {
         ++fiber->groups_landed;
     });
 }
-template <int kPending = 0>
-void tma_wait_read() {
+inline void tma_wait_read() {
     machine::Fiber* fiber = machine::gpu->current;
-    machine::gpu->wait("its stores", [fiber] {
-        return fiber->groups_committed - fiber->groups_landed <= kPending;
-    });
+    machine::gpu->wait("its stores",
+                       [fiber] { return fiber->groups_committed == fiber->groups_landed; });
 }
 inline void tma_wait_written() {
-    tma_wait_read<0>();
+    tma_wait_read();
 }
 // Reads when it is issued, writes when it lands: both ends of what hardware may do.
 inline void cp_async_16(u32 dst, const void* src, bool valid) {
@@ -214,23 +212,17 @@ void take_registers() {}
 
 // Lane l gives the address of row l % 8 of matrix l / 8; register r of a lane holds two neighbours of matrix r:
 // row lane / 4, columns 2 * (lane % 4) and the next.
-inline void store_matrix(u32 dst, const u32 (&registers)[4], bool transposed) {
+inline void store_matrix_x4(u32 dst, u32 r0, u32 r1, u32 r2, u32 r3) {
+    const u32 registers[4] = {r0, r1, r2, r3};
     const auto addresses = machine::exchange(dst);
     const int lane = lane_id();
     for (int matrix = 0; matrix < 4; ++matrix)
         for (int i = 0; i < 2; ++i) {
             const int row = lane / 4, column = 2 * (lane % 4) + i;
-            const int r = transposed ? column : row, c = transposed ? row : column;
             const u16 value = u16(registers[matrix] >> (16 * i));
-            std::memcpy(shared_pointer(addresses[8 * matrix + r] + 2 * c), &value, 2);
+            std::memcpy(shared_pointer(addresses[8 * matrix + row] + 2 * column), &value, 2);
         }
     machine::sync_warp();
-}
-inline void store_matrix_x4(u32 dst, u32 r0, u32 r1, u32 r2, u32 r3) {
-    store_matrix(dst, {r0, r1, r2, r3}, false);
-}
-inline void store_matrix_x4_transposed(u32 dst, u32 r0, u32 r1, u32 r2, u32 r3) {
-    store_matrix(dst, {r0, r1, r2, r3}, true);
 }
 
 }  // namespace moeflex
