@@ -128,4 +128,16 @@ inline V activate(V gate, V up) {
     return activate<Config>(gate) * up;
 }
 
+// One value of the hidden layer from the biased sums of gemm0 (`up` is read only where there is one).
+template <class Config, class V, class Weight>
+inline V hidden_of(V gate, V up, Weight weight) {
+    gate = gemm_result<Config, typename Config::W13>(gate);
+    if constexpr (Config::gated)
+        gate = activate<Config>(gate, gemm_result<Config, typename Config::W13>(up));
+    else
+        gate = activate<Config>(gate);
+    if (Config::position == WeightPosition::hidden) gate = gate * weight;
+    return gemm_result<Config, typename Config::W2>(gate);
+}
+
 }  // namespace moeflex

@@ -92,9 +92,11 @@ struct Prefetch {
         for (int i = 0; i < per_stretch; ++i) w.next();
     }
     void next_line() { (walks[0].rows > 0 ? walks[0] : walks[1]).next(); }
-    long num_lines() const {
-        return (long)walks[0].rows * walks[0].lines_per_row +
-               (long)walks[1].rows * walks[1].lines_per_row;
+    // Spread what is left over so many calls of `next`.
+    void spread(long calls) {
+        const long lines = (long)walks[0].rows * walks[0].lines_per_row +
+                           (long)walks[1].rows * walks[1].lines_per_row;
+        per_stretch = (int)((lines + calls - 1) / calls);
     }
 };
 constexpr int kStretch = 8;

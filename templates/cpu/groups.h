@@ -54,9 +54,8 @@ struct GroupWorker {
                   Finish finish) {
         const int rows = layer.view.tile_rows[t.row_tile], groups = (rows + kGroup - 1) / kGroup;
         const uint32_t* words = (const uint32_t*)operand;
-        const long group_words = pitch / 2 * kGroup, bytes = ks * 2;
-        const long calls = (bytes + 63) / 64 * groups * 2 * num_pairs;
-        ahead.per_stretch = (int)((ahead.num_lines() + calls - 1) / calls);
+        const long pitch_words = pitch / 2 * kGroup, bytes = ks * 2;  // from group to group
+        ahead.spread((bytes + 63) / 64 * groups * 2 * num_pairs);
         configure_tiles(kGroup, kGroup);
         static_assert(sizeof(GroupSums) * (kTileRows / 32) <= sizeof(s.sums));
         static_assert(kBlockTiles * 2048 <= sizeof(s.panel));
@@ -76,10 +75,10 @@ struct GroupWorker {
                                           : TileSource{copied, 64, 1024};
                 }
                 for (int g = 0; g < groups; g += 2) {
-                    const uint32_t* at = words + g * group_words + first / 4 * kGroup;
+                    const uint32_t* at = words + g * pitch_words + first / 4 * kGroup;
                     const long num_tiles = (last - first + 63) / 64;
                     if (g + 1 < groups)
-                        multiply_groups<true>(sources[0], sources[1], at, at + group_words,
+                        multiply_groups<true>(sources[0], sources[1], at, at + pitch_words,
                                               num_tiles, sums[g / 2], first > 0, ahead);
                     else
                         multiply_groups<false>(sources[0], sources[1], at, nullptr, num_tiles,
@@ -138,18 +137,9 @@ struct GroupWorker {
     }
 
     VecF hidden(VecF gate, VecF up, int lane, VecF weight) {
-        typedef typename Config::W13 T;
         if (layer.args.gate_bias) gate = gate + s.bias[lane];
-        gate = gemm_result<Config, T>(gate);
-        VecF value;
-        if constexpr (Config::gated) {
-            if (layer.args.up_bias) up = up + s.bias[kCols0 + lane];
-            value = activate<Config>(gate, gemm_result<Config, T>(up));
-        } else {
-            value = activate<Config>(gate);
-        }
-        if (Config::position == WeightPosition::hidden) value = value * weight;
-        return gemm_result<Config, typename Config::W2>(value);
+        if (Config::gated && layer.args.up_bias) up = up + s.bias[kCols0 + lane];
+        return hidden_of<Config>(gate, up, weight);
     }
 
     void gemm1(const Tile& t) {

@@ -203,8 +203,8 @@ struct Layer : LayerBase<Config> {
         Problem p = layer.problem(args.num_tokens, args.top_k);
         p.combine_tokens = kCombineTokens;
         const bool grouped = layer.can_group(), stage = grouped || layer.must_stage();
-        const long tiles = max_row_tiles(p), max_groups = routes / 16 + tiles,
-                   rows = grouped ? max_groups * 16 : routes,
+        const long tiles = max_row_tiles(p), max_groups = routes / kGroup + tiles,
+                   rows = grouped ? max_groups * kGroup : routes,
                    staged_rows = layer.by_route ? rows : args.num_tokens;
         // One allocation, cut into 64-byte aligned arrays.
         size_t bytes = 0;

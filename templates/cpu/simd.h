@@ -21,6 +21,7 @@ constexpr int kVecBytes = 32;
 constexpr int kVecBytes = 16;
 #endif
 constexpr int kLanes = kVecBytes / 4;
+constexpr int kGroup = 16;  // rows of a group, see groups.h
 
 typedef float VecF __attribute__((vector_size(kVecBytes)));
 typedef int32_t VecI __attribute__((vector_size(kVecBytes)));

@@ -164,7 +164,6 @@ struct TileSource {
     long pitch, step;
 };
 
-constexpr int kGroup = 16;  // tokens of a group
 struct GroupSums {
     alignas(64) float sums[2][2][16][kGroup];  // [weights][group][output][token]
 };

@@ -128,7 +128,7 @@ struct LayerBase {
     }
     // First row of a row tile in `hidden` (and in `groups`).
     long base_of_tile(int row_tile) const {
-        return groups ? (long)group_of_tile[row_tile] * 16 : view.tile_row[row_tile];
+        return groups ? (long)group_of_tile[row_tile] * kGroup : view.tile_row[row_tile];
     }
     // Whether sequence numbers of so many rows fit.
     bool fits(long rows) const {
@@ -234,23 +234,15 @@ struct Worker {
             combine(t);
     }
 
-    // Spread what is left of `ahead` over the register tiles of this tile.
-    void pace(int rows, long ks) {
-        const long stretches = num_stretches<Kind>(rows, (ks + Kind::kPair - 1) / Kind::kPair);
-        ahead.per_stretch = (int)((ahead.num_lines() + stretches - 1) / stretches);
-    }
-
-    // The same over the steps of the direct form's register tiles.
+    // Spread what is left of `ahead` over the register tiles of the direct form.
     void pace_direct(int rows, long ks) {
-        const long steps =
-            (long)Groups(rows).num * (kPanelLanes / kDotCols) *
-            ((ks + Kind::kVecLanes * Kind::kPair - 1) / (Kind::kVecLanes * Kind::kPair));
-        ahead.per_stretch = (int)((ahead.num_lines() + steps - 1) / steps);
+        constexpr long kDot = Kind::kVecLanes * Kind::kPair;
+        ahead.spread((long)Groups(rows).num * (kPanelLanes / kDotCols) * ((ks + kDot - 1) / kDot));
     }
 
     template <class Pack>
     void through_panels(int rows, long ks, Pack pack) {
-        pace(rows, ks);
+        ahead.spread(num_stretches<Kind>(rows, (ks + Kind::kPair - 1) / Kind::kPair));
         const long block = (long)kMaxSteps * Kind::kPair;
         for (long k = 0; k < ks; k += block) {
             const long n = ks - k < block ? ks - k : block;
@@ -338,17 +330,12 @@ struct Worker {
         for (long j = 0; j < cols; j += kStep) {
             auto value = read(sums + j);
             if (layer.args.gate_bias) value = value + read(s.bias + j);
-            value = gemm_result<Config, typename Config::W13>(value);
+            auto up = value;
             if constexpr (Config::gated) {
-                auto up = read(sums + kCols0 + j);
+                up = read(sums + kCols0 + j);
                 if (layer.args.up_bias) up = up + read(s.bias + kCols0 + j);
-                up = gemm_result<Config, typename Config::W13>(up);
-                value = activate<Config>(value, up);
-            } else {
-                value = activate<Config>(value);
             }
-            if (Config::position == WeightPosition::hidden) value = value * weight;
-            write(out + j, gemm_result<Config, typename Config::W2>(value), cols - j);
+            write(out + j, hidden_of<Config>(value, up, weight), cols - j);
         }
     }
 
