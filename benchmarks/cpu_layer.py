@@ -22,8 +22,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from transformers import Qwen3MoeConfig
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+from moe_compiler import bench
 
 SHAPES = {"E64 K6 H1024 I704": (64, 6, 1024, 704), "E128 K8 H1024 I384": (128, 8, 1024, 384)}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
@@ -32,26 +32,6 @@ MAX_CALL_S = 60.0
 PEERS = ("inductor_grouped", "inductor_batched", "eager", "matmul")
 
 Call = Callable[[Tensor], Any]
-
-
-def make_block(shape: tuple[int, int, int, int], dtype: torch.dtype, experts: str) -> Any:
-    """Hugging Face's block on random weights, with one of its experts functions."""
-    num_experts, top_k, hidden, intermediate = shape
-    config = Qwen3MoeConfig(
-        num_experts=num_experts,
-        num_experts_per_tok=top_k,
-        hidden_size=hidden,
-        moe_intermediate_size=intermediate,
-        norm_topk_prob=True,
-    )
-    config._experts_implementation = experts
-    block = Qwen3MoeSparseMoeBlock(config).eval()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in block.parameters():
-            value = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(value * parameter.shape[-1] ** -0.5)
-    return block.to(dtype)
 
 
 def share_weights(block: Any, other: Any) -> Any:
@@ -111,10 +91,10 @@ class Contenders:
 
     def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, backend: str) -> None:
         self.shape, self.dtype = shape, dtype
-        self.plain = make_block(shape, dtype, "eager")
-        self.grouped = share_weights(make_block(shape, dtype, "grouped_mm"), self.plain)
-        self.batched = share_weights(make_block(shape, dtype, "batched_mm"), self.plain)
-        self.ours_block = share_weights(make_block(shape, dtype, "grouped_mm"), self.plain)
+        self.plain = bench.qwen3_block(shape, dtype, "eager")
+        self.grouped = share_weights(bench.qwen3_block(shape, dtype, "grouped_mm"), self.plain)
+        self.batched = share_weights(bench.qwen3_block(shape, dtype, "batched_mm"), self.plain)
+        self.ours_block = share_weights(bench.qwen3_block(shape, dtype, "grouped_mm"), self.plain)
         self.backend = backend
 
     def make_input(self, tokens: int) -> Tensor:

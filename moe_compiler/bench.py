@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from moe_compiler import inspection
-from moe_compiler.errors import InspectError, OptionError, UnsupportedError
-from moe_compiler.inspect_target import Target, TargetOptions, load_target
+from moe_compiler.errors import InspectError, OptionError
+from moe_compiler.inspect_target import Target, TargetOptions, load_cpu_target
 from moe_compiler.ir import MoERegion
 from moe_compiler.model_report import ModelReport
 from moe_compiler.random_inputs import RandomInputs
@@ -171,27 +171,34 @@ def bench(request: Request, progress: Callable[[str], None] = lambda _: None) ->
 
 def _target(request: Request) -> Target:
     if request.shape:
-        return _block(request.shape, DTYPES[request.dtype or "bf16"])
-    target = load_target(
-        request.model,
-        TargetOptions(
-            num_tokens=max(2, *request.tokens),
-            experts_implementation=request.experts_implementation,
-            dtype=request.dtype,
-            with_weights=True,
-        ),
+        dtype = DTYPES[request.dtype or "bf16"]
+        block = qwen3_block(request.shape, dtype, "grouped_mm")
+        x = torch.randn(1, 64, request.shape[2]).to(dtype)
+        return Target(block, (x,), {}, "given", "[1, T, H]", 1)
+    options = TargetOptions(
+        num_tokens=max(2, *request.tokens),
+        experts_implementation=request.experts_implementation,
+        dtype=request.dtype,
+        with_weights=True,
     )
-    devices = {p.device.type for p in target.module.parameters()}
-    if devices - {"cpu"}:
-        raise UnsupportedError(
-            f"moeflex bench measures on CPUs; the model lies on {', '.join(sorted(devices))}. For GPUs see "
-            "benchmarks/h200_layer.py and h200_e2e.py."
-        )
-    return target
+    return load_cpu_target(
+        request.model,
+        options,
+        "for GPUs see benchmarks/h200_layer.py and h200_e2e.py; moeflex bench measures",
+    )
 
 
-def _block(shape: Sequence[int], dtype: torch.dtype) -> Target:
-    """Hugging Face's Qwen3-MoE block on random weights."""
+def qwen3_block(shape: Sequence[int], dtype: torch.dtype, experts: str) -> nn.Module:
+    """Hugging Face's Qwen3-MoE block on random weights.
+
+    Args:
+        shape: E, K, H, I.
+        dtype: of its parameters.
+        experts: which of transformers' experts functions.
+
+    Raises:
+        InspectError: transformers is missing.
+    """
     try:
         from transformers import Qwen3MoeConfig
         from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
@@ -207,16 +214,14 @@ def _block(shape: Sequence[int], dtype: torch.dtype) -> Target:
         moe_intermediate_size=intermediate,
         norm_topk_prob=True,
     )
-    config._experts_implementation = "grouped_mm"
+    config._experts_implementation = experts
     block = Qwen3MoeSparseMoeBlock(config).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in block.parameters():
             value = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(value * parameter.shape[-1] ** -0.5)
-    block = block.to(dtype)
-    x = torch.randn(1, 64, hidden, generator=generator).to(dtype)
-    return Target(block, (x,), {}, "given", "[1, T, H]", 1)
+    return block.to(dtype)
 
 
 def _inspect(request: Request, target: Target) -> ModelReport:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from moe_compiler.errors import InspectError, OptionError
+from moe_compiler.errors import InspectError, OptionError, UnsupportedError
 from moe_compiler.reference import DTYPES
 
 PHASES = ("prefill", "decode")
@@ -94,6 +94,25 @@ def load_target(text: str, options: TargetOptions) -> Target:
             "which is none of them"
         )
     return _from_factory(text, options)
+
+
+def load_cpu_target(text: str, options: TargetOptions, what: str) -> Target:
+    """`load_target` of a model whose weights lie on a CPU.
+
+    Args:
+        text: what to build.
+        options: how.
+        what: begins the error: "... on CPUs; the model lies on cuda".
+
+    Raises:
+        InspectError, OptionError: see `load_target`.
+        UnsupportedError: a weight lies elsewhere.
+    """
+    target = load_target(text, options)
+    devices = {p.device.type for p in target.module.parameters()}
+    if devices - {"cpu"}:
+        raise UnsupportedError(f"{what} on CPUs; the model lies on {', '.join(sorted(devices))}")
+    return target
 
 
 def _from_config(path: Path, options: TargetOptions) -> Target:

@@ -108,33 +108,26 @@ def inspect_model(
         InspectError: the model could not be built or traced.
         OptionError: an option has an unusable value.
     """
-    request.check()
-    clock = _Clock(progress)
-    with clock("machine", f"reading the speeds of {request.device}"):
-        machine = machine_of(request)
-    with clock("build", f"building {request.target}"):
-        target = load_target(request.target, _target_options(request))
-    return _inspect(target, request, machine, clock, progress)
+    return _inspect(None, request, progress)
 
 
 def inspect_target(
     target: Target, request: Request, progress: Callable[[str], None] = lambda _: None
 ) -> ModelReport:
     """Inspect a model that is built already; see `inspect_model`."""
+    return _inspect(target, request, progress)
+
+
+def _inspect(
+    target: Target | None, request: Request, progress: Callable[[str], None]
+) -> ModelReport:
     request.check()
     clock = _Clock(progress)
     with clock("machine", f"reading the speeds of {request.device}"):
         machine = machine_of(request)
-    return _inspect(target, request, machine, clock, progress)
-
-
-def _inspect(
-    target: Target,
-    request: Request,
-    machine: Machine,
-    clock: _Clock,
-    progress: Callable[[str], None],
-) -> ModelReport:
+    if target is None:
+        with clock("build", f"building {request.target}"):
+            target = load_target(request.target, _target_options(request))
     what = "dynamo" if request.level == "torch" else "torch.export"
     with clock("capture", f"tracing {type(target.module).__name__} with {what}"):
         captured = capture_target(target, level=request.level, dynamic=request.shapes == "dynamic")

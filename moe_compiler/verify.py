@@ -23,8 +23,8 @@ from torch.utils import _pytree as pytree
 from moe_compiler import ahead, cpu_kernels, pipeline, reference, settings
 from moe_compiler import options as options_module
 from moe_compiler.deviation import Deviation, compare
-from moe_compiler.errors import InspectError, OptionError, UnsupportedError
-from moe_compiler.inspect_target import Target, TargetOptions, load_target
+from moe_compiler.errors import InspectError, OptionError
+from moe_compiler.inspect_target import Target, TargetOptions, load_cpu_target
 from moe_compiler.random_inputs import RandomInputs
 from moe_compiler.report import GraphReport
 from moe_compiler.runtime import op
@@ -161,21 +161,13 @@ def _artifact(text: str, progress: Callable[[str], None]) -> Artifact | None:
 
 
 def _target(request: Request, text: str) -> Target:
-    target = load_target(
-        text,
-        TargetOptions(
-            num_tokens=max(2, *request.tokens),
-            experts_implementation=request.experts_implementation,
-            dtype=request.dtype,
-            with_weights=True,
-        ),
+    options = TargetOptions(
+        num_tokens=max(2, *request.tokens),
+        experts_implementation=request.experts_implementation,
+        dtype=request.dtype,
+        with_weights=True,
     )
-    devices = {p.device.type for p in target.module.parameters()}
-    if devices - {"cpu"}:
-        raise UnsupportedError(
-            f"moeflex verify compares on CPUs; the model lies on {', '.join(sorted(devices))}"
-        )
-    return target
+    return load_cpu_target(text, options, "moeflex verify compares")
 
 
 def _take_weights(module: nn.Module, artifact: Artifact) -> None:

@@ -91,11 +91,16 @@ def cache_root() -> Path:
     Raises:
         CacheError: not even a temporary folder can be written.
     """
-    wanted = settings.parse(os.environ).cache_dir or _user_cache()
+    wanted = wanted_cache_root()
     problem = _unwritable(wanted) if wanted else "this user has no cache folder"
     if not problem:
         return Path(wanted)
     return _fallback(wanted, problem)
+
+
+def wanted_cache_root() -> str:
+    """The folder that the build cache should have; "" where this user has none."""
+    return settings.parse(os.environ).cache_dir or _user_cache()
 
 
 def _user_cache() -> str:

@@ -18,7 +18,7 @@ import torch
 
 from moe_compiler.errors import MoeflexError
 from moe_compiler.ir import Name
-from moe_compiler.runtime import build, cpu_target, cuda_build, toolchain, triton_router
+from moe_compiler.runtime import build, cpu_target, cuda_build, peers, toolchain, triton_router
 
 MIN_TORCH, TORCH_LIMIT = (2, 11), (2, 14)
 _FEW_SHARED_BYTES = 1 << 30
@@ -149,10 +149,10 @@ def _cpu() -> Iterator[Finding]:
         found=f"{isa}, {threads} threads",
         effect=widest.get(isa, "bf16 and fp16 are widened to fp32 in registers"),
     )
-    yield _headers(compiler)
+    yield _headers()
 
 
-def _headers(compiler: toolchain.Compiler) -> Finding:
+def _headers() -> Finding:
     """Inductor's C++ wrapper includes Python.h."""
     import sysconfig
 
@@ -227,14 +227,14 @@ def _ranks() -> Iterator[Finding]:
         else "not in this torch",
         effect='options={"group": ...} over processes of this machine',
     )
-    folder = Path("/dev/shm")
-    if not os.access(folder, os.W_OK):
+    folder = peers.segment_folder()
+    if folder != Path("/dev/shm"):
         yield Finding(
             area="ranks",
             what="shared memory",
             verdict=Verdict.ABSENT,
-            found=f"{folder} cannot be written",
-            effect=f"arenas of several ranks lie in {tempfile.gettempdir()}, on a disk",
+            found="/dev/shm cannot be written",
+            effect=f"arenas of several ranks lie in {folder}, on a disk",
             advice="mount a tmpfs at /dev/shm",
         )
     else:
@@ -269,10 +269,8 @@ def _links() -> Iterator[Finding]:
 
 
 def _cache() -> Iterator[Finding]:
-    wanted = ""
     try:
         root = build.cache_root()
-        wanted = os.environ.get("MOEFLEX_CACHE_DIR", "")
         start = time.perf_counter()
         with tempfile.NamedTemporaryFile(dir=root) as file:
             file.write(b"x" * (1 << 20))
@@ -288,7 +286,7 @@ def _cache() -> Iterator[Finding]:
             advice="set MOEFLEX_CACHE_DIR to a folder that can be written",
         )
         return
-    temporary = str(root).startswith(tempfile.gettempdir()) and not wanted
+    temporary = str(root) != str(Path(build.wanted_cache_root()))
     yield Finding(
         area="cache",
         what="cache folder",

@@ -130,7 +130,7 @@ class PeerMemory:
     # ---- setting up
 
     def _create(self, num_bytes: int) -> tuple[_Segment | None, _Offer]:
-        path = _folder() / f"moeflex-{os.getpid()}-{secrets.token_hex(8)}"
+        path = segment_folder() / f"moeflex-{os.getpid()}-{secrets.token_hex(8)}"
         total = _control_bytes(self.num_ranks) + num_bytes
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -394,6 +394,7 @@ def _is_locked(descriptor: int) -> bool:
     return False
 
 
-def _folder() -> Path:
+def segment_folder() -> Path:
+    """Where segments lie: in memory, if this machine has shared memory that can be written."""
     shared = Path("/dev/shm")
     return shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())

@@ -77,6 +77,11 @@ class AssumedMachine:
     link_blocks: float = 10.0
     tflops: float = 600.0
 
+    @property
+    def title(self) -> str:
+        """In words."""
+        return f"{self.num_blocks} SMs at {self.tflops:.0f} TFLOP/s, a link of {self.link_gbps:.0f} GB/s"
+
     def curves(self, hidden: int, intermediate: int) -> Curves:
         """The curves of a layer's tiles; they hold their arrays alive."""
         ints = ctypes.c_int * (self.num_blocks + 1)

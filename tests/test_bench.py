@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -97,8 +98,8 @@ def test_every_call_gets_tokens_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
             return x + self.weight
 
     monkeypatch.setattr(f"{__name__}.block", lambda: (Watching(), torch.randn(4, 3)), raising=True)
-    module = __import__("sys").modules[__name__]
-    monkeypatch.setitem(__import__("sys").modules, "watched", module)
+    module = sys.modules[__name__]
+    monkeypatch.setitem(sys.modules, "watched", module)
     report = bench(Request(model="watched:block", tokens=(2,), seconds=0.0, contenders=("eager",)))
     measured = seen[-MIN_ROUNDS:]
     assert len(set(measured)) == MIN_ROUNDS

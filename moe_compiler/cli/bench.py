@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import warnings
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,9 +15,9 @@ from moe_compiler.cli.options import (
     Experts,
     Json,
     Quiet,
+    parse_names,
     parse_shape,
     parse_tokens,
-    write_text,
 )
 
 if TYPE_CHECKING:
@@ -69,13 +68,13 @@ def command(
     Example: `moeflex bench --shape 64,6,1024,704 --tokens 1,16,256 --dtype bf16`
     """
     from moe_compiler.bench import Request, bench
-    from moe_compiler.cli.terminal import output_console, progress_line, reader_may_leave
+    from moe_compiler.cli.terminal import give, working
 
     request = Request(
         model=model,
         shape=parse_shape(shape) if shape else (),
         tokens=parse_tokens(tokens),
-        contenders=tuple(name.strip() for name in contenders.split(",") if name.strip()),
+        contenders=parse_names(contenders),
         seconds=seconds,
         axis=axis,
         dtype=dtype.value if dtype else "",
@@ -83,17 +82,15 @@ def command(
         threads=threads,
         public=public,
     )
-    with progress_line(quiet=quiet) as progress, warnings.catch_warnings():
-        # what torch and transformers say about their own future is not about the model
-        warnings.simplefilter("ignore")
+    with working(quiet=quiet) as progress:
         report = bench(request, progress)
-    with reader_may_leave():
-        if not quiet and json_file != "-":
-            _print(output_console(), report)
-        if json_file:
-            rows = [{**dataclasses.asdict(row), "speedup": row.speedup} for row in report.rows]
-            fields = {**dataclasses.asdict(report), "rows": rows}
-            write_text("--json", json_file, json.dumps(fields, indent=2) + "\n")
+    give(lambda out: _print(out, report), lambda: _json(report), json_file=json_file, quiet=quiet)
+
+
+def _json(report: BenchReport) -> str:
+    rows = [{**dataclasses.asdict(row), "speedup": row.speedup} for row in report.rows]
+    fields = {**dataclasses.asdict(report), "rows": rows}
+    return json.dumps(fields, indent=2) + "\n"
 
 
 def _print(out: Any, report: BenchReport) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moe_compiler.cli import EXIT_NOT_FULFILLED
-from moe_compiler.cli.options import Json, Quiet, write_text
+from moe_compiler.cli.options import Json, Quiet
 from moe_compiler.errors import OptionError
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def command(
     """
     keep = parse_bytes(max_bytes) if max_bytes else None
 
-    from moe_compiler.cli.terminal import output_console, progress_line, reader_may_leave
+    from moe_compiler.cli.terminal import give, progress_line
     from moe_compiler.runtime import cache_files
     from moe_compiler.runtime.build import cache_root
 
@@ -83,11 +83,12 @@ def command(
             )
             if not dry_run:
                 shown = cache_files.remove(root, shown)
-    with reader_may_leave():
-        if not quiet and json_file != "-":
-            _print(output_console(), root, action, shown, states, dry_run)
-        if json_file:
-            write_text("--json", json_file, _report(root, action, shown, states, dry_run))
+    give(
+        lambda out: _print(out, root, action, shown, states, dry_run),
+        lambda: _report(root, action, shown, states, dry_run),
+        json_file=json_file,
+        quiet=quiet,
+    )
     if "damaged" in states.values():
         raise typer.Exit(EXIT_NOT_FULFILLED)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import json
 import time
-import warnings
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,8 +16,8 @@ from moe_compiler.cli.options import (
     Experts,
     Json,
     Quiet,
+    parse_names,
     parse_range,
-    write_text,
 )
 
 if TYPE_CHECKING:
@@ -90,7 +89,7 @@ def command(
     Example: `moeflex compile ./Qwen3-30B-A3B -o qwen3.mflx --tokens 1:8192`
     """
     from moe_compiler.ahead import Request, compile_model
-    from moe_compiler.cli.terminal import output_console, progress_line, reader_may_leave
+    from moe_compiler.cli.terminal import give, working
 
     request = Request(
         model=model,
@@ -99,22 +98,22 @@ def command(
         axis=axis,
         dtype=dtype.value if dtype else "",
         target=target.value,
-        layouts=tuple(name.strip() for name in layouts.split(",") if name.strip()),
+        layouts=parse_names(layouts),
         weights=weights.value,
         cpu_isa=cpu_isa.value,
         experts_implementation=experts_implementation,
         strict=strict,
     )
     start = time.perf_counter()
-    with progress_line(quiet=quiet) as progress, warnings.catch_warnings():
-        # what torch and transformers say about their own future is not about the model
-        warnings.simplefilter("ignore")
+    with working(quiet=quiet) as progress:
         manifest, sha256 = compile_model(request, progress)
-    with reader_may_leave():
-        if not quiet and json_file != "-":
-            _print(manifest, output, sha256, time.perf_counter() - start, output_console())
-        if json_file:
-            write_text("--json", json_file, report(manifest, output, sha256))
+    seconds = time.perf_counter() - start
+    give(
+        lambda out: _print(manifest, output, sha256, seconds, out),
+        lambda: report(manifest, output, sha256),
+        json_file=json_file,
+        quiet=quiet,
+    )
 
 
 def report(manifest: Manifest, path: str, sha256: str) -> str:

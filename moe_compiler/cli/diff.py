@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moe_compiler.cli import EXIT_NOT_FULFILLED
-from moe_compiler.cli.options import Json, Quiet, write_text
+from moe_compiler.cli.options import Json, Quiet
 
 if TYPE_CHECKING:
     from moe_compiler.difference import Difference
@@ -30,7 +30,7 @@ def command(
     """
     import contextlib
 
-    from moe_compiler.cli.terminal import output_console, reader_may_leave
+    from moe_compiler.cli.terminal import give
     from moe_compiler.difference import differences
     from moe_compiler.runtime.artifact_runner import open_archive
 
@@ -40,17 +40,18 @@ def command(
         with contextlib.closing(archive):
             manifests.append(manifest)
     found = differences(*manifests)
-    with reader_may_leave():
-        if not quiet and json_file != "-":
-            _print(output_console(), first, second, found)
-        if json_file:
-            report = {
-                "first": first,
-                "second": second,
-                "equal": not found,
-                "differences": [dataclasses.asdict(one) for one in found],
-            }
-            write_text("--json", json_file, json.dumps(report, indent=2) + "\n")
+    report = {
+        "first": first,
+        "second": second,
+        "equal": not found,
+        "differences": [dataclasses.asdict(one) for one in found],
+    }
+    give(
+        lambda out: _print(out, first, second, found),
+        lambda: json.dumps(report, indent=2) + "\n",
+        json_file=json_file,
+        quiet=quiet,
+    )
     if found:
         raise typer.Exit(EXIT_NOT_FULFILLED)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from moe_compiler.cli import EXIT_NOT_FULFILLED
-from moe_compiler.cli.options import Json, Quiet, write_text
+from moe_compiler.cli.options import Json, Quiet
 
 if TYPE_CHECKING:
     from moe_compiler.runtime.doctor import Finding
@@ -26,24 +26,24 @@ def command(json_file: Json = "", quiet: Quiet = False) -> None:
     Example: `moeflex doctor --json -`
     """
     from moe_compiler import __version__
-    from moe_compiler.cli.terminal import output_console, progress_line, reader_may_leave
+    from moe_compiler.cli.terminal import give, progress_line
     from moe_compiler.runtime import doctor
 
     with progress_line(quiet=quiet) as progress:
         findings = doctor.examine(progress)
     works = doctor.works(findings)
-    with reader_may_leave():
-        if not quiet and json_file != "-":
-            _print(output_console(), findings, f"moeflex {__version__} on {doctor.system()}")
-        if json_file:
-            rows = [{**dataclasses.asdict(f), "verdict": f.verdict.value} for f in findings]
-            report: dict[str, Any] = {
-                "moeflex": __version__,
-                "system": doctor.system(),
-                "works": works,
-                "findings": rows,
-            }
-            write_text("--json", json_file, json.dumps(report, indent=2) + "\n")
+    report: dict[str, Any] = {
+        "moeflex": __version__,
+        "system": doctor.system(),
+        "works": works,
+        "findings": [{**dataclasses.asdict(f), "verdict": f.verdict.value} for f in findings],
+    }
+    give(
+        lambda out: _print(out, findings, f"moeflex {__version__} on {doctor.system()}"),
+        lambda: json.dumps(report, indent=2) + "\n",
+        json_file=json_file,
+        quiet=quiet,
+    )
     if not works:
         raise typer.Exit(EXIT_NOT_FULFILLED)
 

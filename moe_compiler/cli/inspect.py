@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import sys
-import warnings
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -129,7 +128,7 @@ def command(
     if [json_file, dot_file, html_file].count("-") > 1:
         raise OptionError("only one of --json, --dot and --html can go to standard output (-)")
 
-    from moe_compiler.cli.terminal import progress_line, reader_may_leave
+    from moe_compiler.cli.terminal import reader_may_leave, working
     from moe_compiler.inspection import Request, inspect_model
     from moe_compiler.model_report import Status
 
@@ -146,9 +145,7 @@ def command(
         bandwidth_gbps=bandwidth,
         tflops=tflops,
     )
-    with progress_line(quiet=quiet) as progress, warnings.catch_warnings():
-        # what torch and transformers say about their own future is not about the model
-        warnings.simplefilter("ignore")
+    with working(quiet=quiet) as progress:
         report = inspect_model(request, progress)
     to_stdout = "-" in (json_file, dot_file, html_file)
     with reader_may_leave():

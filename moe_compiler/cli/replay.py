@@ -10,10 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-from moe_compiler.cli.options import Json, Quiet, parse_shape, write_text
+from moe_compiler.cli.options import Json, Quiet, parse_shape
 from moe_compiler.errors import OptionError
 
-NOTE = "SIMULATED with assumed curves (132 SMs at 600 TFLOP/s, a link of 369 GB/s); no time was measured"
 _BYTES = 2  # of one value that is sent
 
 
@@ -63,14 +62,17 @@ def command(
         raise OptionError(f"--ranks {ranks} is more than the {sizes[0]} experts of --shape")
     rows = _plan(trace, sizes, ranks, tokens, schedule.value)
 
-    from moe_compiler.cli.terminal import reader_may_leave
+    from moe_compiler.cli.terminal import give
+    from moe_compiler.runtime.schedule_twin import AssumedMachine
 
-    with reader_may_leave():
-        if not quiet and json_file != "-":
-            _print(rows)
-        if json_file:
-            report = {"note": NOTE, "schedule": schedule.value, "ranks": ranks, "rows": rows}
-            write_text("--json", json_file, json.dumps(report, indent=2) + "\n")
+    note = f"SIMULATED with assumed curves ({AssumedMachine().title}); no time was measured"
+    report = {"note": note, "schedule": schedule.value, "ranks": ranks, "rows": rows}
+    give(
+        lambda out: _print(out, rows, note),
+        lambda: json.dumps(report, indent=2) + "\n",
+        json_file=json_file,
+        quiet=quiet,
+    )
 
 
 def _plan(
@@ -102,11 +104,10 @@ def _plan(
     return rows
 
 
-def _print(rows: list[dict[str, Any]]) -> None:
+def _print(console: Any, rows: list[dict[str, Any]], note: str) -> None:
     from rich import box
     from rich.table import Table
 
-    from moe_compiler.cli.terminal import output_console
     from moe_compiler.cli.units import bytes_text, time_text
 
     table = Table(box=box.SIMPLE_HEAD)
@@ -123,6 +124,5 @@ def _print(rows: list[dict[str, Any]]) -> None:
             cells += [str(row[n]) for n in ("num_comm_sms", "num_chunks", "num_steal_tiles")]
             cells += [time_text(row["predicted_us"]), time_text(row["simulated_us"])]
         table.add_row(*cells)
-    console = output_console()
     console.print(table)
-    console.print(NOTE)
+    console.print(note)

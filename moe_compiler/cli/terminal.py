@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
+
+from moe_compiler.cli.options import write_text
 
 PLAIN_WIDTH = 4000
 """Columns where nobody looks at a screen: one row stays one line, for grep and awk."""
@@ -30,6 +33,35 @@ def reader_may_leave() -> Iterator[None]:
     except BrokenPipeError:
         # what is still buffered would raise once more when the process ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextlib.contextmanager
+def working(*, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """`progress_line` around work on a model: what torch and transformers say about their own future is left out."""
+    with progress_line(quiet=quiet) as progress, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield progress
+
+
+def give(
+    table: Callable[[Console], None], text: Callable[[], str], *, json_file: str, quiet: bool
+) -> None:
+    """The result of a command: a table on standard output, and JSON where --json asks for it.
+
+    Args:
+        table: prints it; not called with --quiet, or where standard output takes the JSON.
+        text: the report as JSON.
+        json_file: where to; "" for nowhere, "-" for standard output.
+        quiet: no table.
+
+    Raises:
+        OptionError: the file cannot be written.
+    """
+    with reader_may_leave():
+        if not quiet and json_file != "-":
+            table(output_console())
+        if json_file:
+            write_text("--json", json_file, text())
 
 
 @contextlib.contextmanager

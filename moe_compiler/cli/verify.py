@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import warnings
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,7 +17,6 @@ from moe_compiler.cli.options import (
     Json,
     Quiet,
     parse_tokens,
-    write_text,
 )
 
 if TYPE_CHECKING:
@@ -56,7 +54,7 @@ def command(
 
     Example: `moeflex verify model.mflx --tokens 1,64,512`
     """
-    from moe_compiler.cli.terminal import output_console, progress_line, reader_may_leave
+    from moe_compiler.cli.terminal import give, working
     from moe_compiler.verify import Request, verify
 
     request = Request(
@@ -69,15 +67,9 @@ def command(
         dtype=dtype.value if dtype else "",
         experts_implementation=experts_implementation,
     )
-    with progress_line(quiet=quiet) as progress, warnings.catch_warnings():
-        # what torch and transformers say about their own future is not about the model
-        warnings.simplefilter("ignore")
+    with working(quiet=quiet) as progress:
         report = verify(request, progress)
-    with reader_may_leave():
-        if not quiet and json_file != "-":
-            _print(output_console(), report)
-        if json_file:
-            write_text("--json", json_file, _json(report))
+    give(lambda out: _print(out, report), lambda: _json(report), json_file=json_file, quiet=quiet)
     if not report.passed:
         raise typer.Exit(EXIT_NOT_FULFILLED)
 

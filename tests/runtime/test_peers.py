@@ -19,7 +19,7 @@ from tests.runtime.ranks import run_ranks
 
 
 def leftovers() -> set[str]:
-    return {path.name for path in peers._folder().glob("moeflex-*-*")}
+    return {path.name for path in peers.segment_folder().glob("moeflex-*-*")}
 
 
 def exchange(rank: int, num_ranks: int, folder: Path) -> Any:
