@@ -209,7 +209,7 @@ FAMILIES: dict[str, Family] = {
         _DEEPSEEK,
         {
             "moe_shared_expert_intermediate_size": 48,
-            "layers_block_type": ["moe", "attention", "moe"],
+            "layers_block_type": ["attention", "moe", "moe"],
             "hybrid_override_pattern": None,
             "n_group": 1,
             "topk_group": 1,
@@ -218,7 +218,7 @@ FAMILIES: dict[str, Family] = {
             "mamba_head_dim": 16,
             "ssm_state_size": 16,
         },
-        blocks=("model.layers.0.mixer", "model.layers.2.mixer"),
+        blocks=("model.layers.1.mixer", "model.layers.2.mixer"),
     ),
     "flex_olmo": _family("flex_olmo", {**_QWEN, "intermediate_size": INTERMEDIATE}),
     "dbrx": Family(
