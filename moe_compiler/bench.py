@@ -173,7 +173,8 @@ def _target(request: Request) -> Target:
     if request.shape:
         dtype = DTYPES[request.dtype or "bf16"]
         block = qwen3_block(request.shape, dtype, "grouped_mm")
-        x = torch.randn(1, 64, request.shape[2]).to(dtype)
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(1, 64, request.shape[2], generator=generator).to(dtype)
         return Target(block, (x,), {}, "given", "[1, T, H]", 1)
     options = TargetOptions(
         num_tokens=max(2, *request.tokens),
@@ -184,7 +185,8 @@ def _target(request: Request) -> Target:
     return load_cpu_target(
         request.model,
         options,
-        "for GPUs see benchmarks/h200_layer.py and h200_e2e.py; moeflex bench measures",
+        "moeflex bench measures",
+        "For GPUs see benchmarks/h200_layer.py and h200_e2e.py.",
     )
 
 

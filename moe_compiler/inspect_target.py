@@ -96,13 +96,14 @@ def load_target(text: str, options: TargetOptions) -> Target:
     return _from_factory(text, options)
 
 
-def load_cpu_target(text: str, options: TargetOptions, what: str) -> Target:
+def load_cpu_target(text: str, options: TargetOptions, what: str, advice: str = "") -> Target:
     """`load_target` of a model whose weights lie on a CPU.
 
     Args:
         text: what to build.
         options: how.
         what: begins the error: "... on CPUs; the model lies on cuda".
+        advice: a sentence that ends it.
 
     Raises:
         InspectError, OptionError: see `load_target`.
@@ -111,7 +112,8 @@ def load_cpu_target(text: str, options: TargetOptions, what: str) -> Target:
     target = load_target(text, options)
     devices = {p.device.type for p in target.module.parameters()}
     if devices - {"cpu"}:
-        raise UnsupportedError(f"{what} on CPUs; the model lies on {', '.join(sorted(devices))}")
+        problem = f"{what} on CPUs; the model lies on {', '.join(sorted(devices))}"
+        raise UnsupportedError(f"{problem}. {advice}" if advice else problem)
     return target
 
 

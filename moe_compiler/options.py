@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, get_origin
 
 from moe_compiler.errors import OptionError
-from moe_compiler.settings import Settings
+from moe_compiler.settings import Settings, parse_names
 
 ABSORB_ROUTER = ("auto", "never")
 LAYOUTS = ("ep", "tp")
@@ -146,7 +146,7 @@ def _stages(given: Any, default: tuple[str, ...], stages: Sequence[str]) -> tupl
     source = "MOEFLEX_DISABLE" if given is None else "option 'disable'"
     names = default if given is None else given
     if isinstance(names, str):
-        names = [part.strip() for part in names.split(",") if part.strip()]
+        names = parse_names(names)
     if not isinstance(names, (tuple, list)) or not all(isinstance(n, str) for n in names):
         raise OptionError(f"{source} takes a tuple of names of stages; got {names!r}")
     if "all" in names:

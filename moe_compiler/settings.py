@@ -86,7 +86,7 @@ def parse(environ: Mapping[str, str]) -> Settings:
     return Settings(
         cache_dir=_path(environ, "MOEFLEX_CACHE_DIR"),
         dump_dir=_path(environ, "MOEFLEX_DUMP_DIR"),
-        disable=_names(environ, "MOEFLEX_DISABLE"),
+        disable=parse_names(environ.get("MOEFLEX_DISABLE", "")),
         strict=_flag(environ, "MOEFLEX_STRICT"),
         cpu_isa=_choice(environ, "MOEFLEX_CPU_ISA", CPU_ISAS),
     )
@@ -107,8 +107,9 @@ def _path(environ: Mapping[str, str], name: str) -> str:
     return os.path.normpath(os.path.join(_START_DIR, os.path.expanduser(value))) if value else ""
 
 
-def _names(environ: Mapping[str, str], name: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in environ.get(name, "").split(",") if part.strip())
+def parse_names(text: str) -> tuple[str, ...]:
+    """`single, ep` to names."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 def _flag(environ: Mapping[str, str], name: str) -> bool:

@@ -228,14 +228,14 @@ def _ranks() -> Iterator[Finding]:
         effect='options={"group": ...} over processes of this machine',
     )
     folder = peers.segment_folder()
-    if folder != Path("/dev/shm"):
+    if folder != peers.SHARED_MEMORY:
         yield Finding(
             area="ranks",
             what="shared memory",
             verdict=Verdict.ABSENT,
-            found="/dev/shm cannot be written",
+            found=f"{peers.SHARED_MEMORY} cannot be written",
             effect=f"arenas of several ranks lie in {folder}, on a disk",
-            advice="mount a tmpfs at /dev/shm",
+            advice=f"mount a tmpfs at {peers.SHARED_MEMORY}",
         )
     else:
         free = shutil.disk_usage(folder).free
@@ -286,7 +286,7 @@ def _cache() -> Iterator[Finding]:
             advice="set MOEFLEX_CACHE_DIR to a folder that can be written",
         )
         return
-    temporary = str(root) != str(Path(build.wanted_cache_root()))
+    temporary = root != Path(build.wanted_cache_root())
     yield Finding(
         area="cache",
         what="cache folder",

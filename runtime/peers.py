@@ -33,6 +33,9 @@ from torch import Tensor
 
 from moe_compiler.errors import PeerError
 
+SHARED_MEMORY = Path("/dev/shm")
+"""Where Linux has its shared memory."""
+
 NUM_SIGNALS = 16
 """Signal slots for each pair of ranks."""
 
@@ -396,5 +399,4 @@ def _is_locked(descriptor: int) -> bool:
 
 def segment_folder() -> Path:
     """Where segments lie: in memory, if this machine has shared memory that can be written."""
-    shared = Path("/dev/shm")
-    return shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+    return SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())

@@ -15,10 +15,10 @@ from moe_compiler.cli.options import (
     Experts,
     Json,
     Quiet,
-    parse_names,
     parse_shape,
     parse_tokens,
 )
+from moe_compiler.settings import parse_names
 
 if TYPE_CHECKING:
     from moe_compiler.bench import BenchReport

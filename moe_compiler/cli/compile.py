@@ -16,9 +16,9 @@ from moe_compiler.cli.options import (
     Experts,
     Json,
     Quiet,
-    parse_names,
     parse_range,
 )
+from moe_compiler.settings import parse_names
 
 if TYPE_CHECKING:
     from rich.console import Console

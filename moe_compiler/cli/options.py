@@ -59,11 +59,6 @@ def parse_tokens(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(counts))
 
 
-def parse_names(text: str) -> tuple[str, ...]:
-    """`single, ep` to names."""
-    return tuple(name.strip() for name in text.split(",") if name.strip())
-
-
 def parse_range(text: str) -> tuple[int, int]:
     """`1:8192`, or `64` for one count, to the smallest and the largest.
 
