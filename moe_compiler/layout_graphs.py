@@ -25,7 +25,7 @@ from moe_compiler.options import Options
 from moe_compiler.passes.expert_layers import ExpertLayer, expert_parallel_graph
 from moe_compiler.passes.nodes import find_parameters, value
 from moe_compiler.passes.shard_rules import ShardError
-from moe_compiler.passes.tensor_parallel import WeightSlice, shard_graph
+from moe_compiler.passes.tensor_parallel import RankSums, WeightSlice, shard_graph
 from moe_compiler.placement import Builds, Placement
 from moe_compiler.runtime import gathered_layer  # noqa: F401  defines the op
 from moe_compiler.runtime.arena_views import Arena
@@ -156,10 +156,11 @@ def _rank_graphs(
                     gm,
                     num_ranks=num_ranks,
                     rank=rank,
-                    all_reduce=_all_reduce(group.group_name),
+                    sums=rank_sums(group.group_name, num_ranks),
                     parameters=parameters,
                 )
                 found[layout] = _RankGraph(tp.gm, tp.layers, tp.slices)
+                notes += tp.whole
             else:
                 ep = expert_parallel_graph(
                     gm, num_ranks=num_ranks, group=group.group_name, whole=Layout.TP not in found
@@ -175,15 +176,29 @@ def _rank_graphs(
     return _RankGraphs({layout: found[layout] for layout in first}, absent)
 
 
-def _all_reduce(group_name: str) -> Callable[[fx.Graph, fx.Node], fx.Node]:
-    def write(graph: fx.Graph, node: fx.Node) -> fx.Node:
-        ops = torch.ops._c10d_functional
+def rank_sums(group_name: str, num_ranks: int) -> RankSums:
+    """Collectives of the group `group_name` of `num_ranks` ranks, as nodes that Inductor knows."""
+    ops = torch.ops._c10d_functional
+
+    def all_reduce(graph: fx.Graph, node: fx.Node) -> fx.Node:
         begun = graph.call_function(ops.all_reduce.default, (node, "sum", group_name))
         begun.meta = dict(node.meta)
+        return wait(graph, begun)
+
+    def all_gather(graph: fx.Graph, node: fx.Node) -> fx.Node:
+        # The operator copies bytes in the order in which they lie.
+        dense = graph.call_method("contiguous", (node,))
+        with graph.inserting_after(dense):
+            begun = graph.call_function(
+                ops.all_gather_into_tensor.default, (dense, num_ranks, group_name)
+            )
+        return wait(graph, begun)
+
+    def wait(graph: fx.Graph, begun: fx.Node) -> fx.Node:
         with graph.inserting_after(begun):
             return graph.call_function(ops.wait_tensor.default, (begun,))
 
-    return write
+    return RankSums(all_reduce, all_gather)
 
 
 def _model_of(
@@ -211,12 +226,11 @@ def _model_of(
         raise LayoutError(f"the experts {missing[:3]} are no parameters of the model")
     experts = {source for layer in layers for source in layer.sources}
     whole = {name: parameter for name, parameter in real.items() if name not in experts}
-    parts = {piece.placeholder: piece for graph in by_layout.values() for piece in graph.slices}
     plan = plan_arena(
         num_ranks=num_ranks,
         layouts=tuple(by_layout),
         experts=[layer.blocks for layer in layers],
-        weights=[_use(name, p, parts.get(name)) for name, p in whole.items()],
+        weights=[_use(name, p, by_layout.get(Layout.TP)) for name, p in whole.items()],
     )
     memory = allocate(plan, group)
     arena = Arena(plan, memory.local)
@@ -277,9 +291,15 @@ def _checked(model: LayoutModel, graphs: _RankGraphs) -> LayoutModel:
     return model
 
 
-def _use(name: str, parameter: nn.Parameter, piece: WeightSlice | None) -> WeightUse:
-    num_bytes = parameter.numel() * parameter.itemsize
-    part = num_bytes if piece is None else num_bytes * piece.length // parameter.shape[piece.axis]
+def _use(name: str, parameter: nn.Parameter, graph: _RankGraph | None) -> WeightUse:
+    """What a weight takes, and what of it the TP graph reads."""
+    num_bytes = part = parameter.numel() * parameter.itemsize
+    if graph is not None:
+        pieces = {p.placeholder: p for p in graph.slices if p.source == name}
+        inputs = graph.gm.graph.find_nodes(op="placeholder")
+        if not any(n.name == name and n.users and name not in pieces for n in inputs):
+            rows = sum(num_bytes * p.length // parameter.shape[p.axis] for p in pieces.values())
+            part = min(rows, num_bytes)
     return WeightUse(name=name, num_bytes=num_bytes, tp_bytes=part)
 
 
@@ -322,7 +342,7 @@ def _bind(
     inputs = [n for n in graph.gm.graph.nodes if n.op == "placeholder"]
     fixed: dict[str, Tensor] = {}
     for piece in graph.slices:
-        full = real[piece.placeholder].data
+        full = real[piece.source].data
         fixed[piece.placeholder] = full.narrow(piece.axis, piece.start, piece.length)
     for layer in graph.layers:
         index = model.index_of(real[layer.sources[0]])

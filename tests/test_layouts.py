@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,13 @@ from moe_compiler.layouts import model_of_parameter
 from moe_compiler.reference import moe_layer
 from moe_compiler.runtime import gathered_layer, op  # noqa: F401  defines the op
 from moe_compiler.runtime.stand_in import stand_in
-from tests.passes.test_tensor_parallel import H, Layer, Qwen3
+from tests.passes.test_tensor_parallel import DenseAndHead, H, Layer, qwen2, qwen3
 from tests.runtime.ranks import run_ranks
 from tests.runtime.test_switch import model_tensors, spec_of, static_store
 
 STEPS = 4
+
+SLOW = pytest.mark.slow
 
 
 def compiled(model: nn.Module, **options: Any) -> Any:
@@ -46,7 +49,12 @@ class Small(nn.Module):
         return self.head(self.layer(self.embed(ids)))
 
 
-def build(kind: type[nn.Module], seed: int = 0) -> nn.Module:
+def tied() -> nn.Module:
+    """Embedding, MLP, experts beside a shared expert, and the embedding again as the head."""
+    return DenseAndHead(tied=True)
+
+
+def build(kind: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return kind()
 
@@ -66,7 +74,9 @@ def prompts() -> Tensor:
     return torch.randint(0, 64, (4, 6), generator=torch.Generator().manual_seed(3))
 
 
-def check_decode(rank: int, num_ranks: int, folder: Path, kind: type[nn.Module]) -> dict[str, Any]:
+def check_decode(
+    rank: int, num_ranks: int, folder: Path, kind: Callable[[], nn.Module]
+) -> dict[str, Any]:
     whole = prompts()
     share = len(whole) // num_ranks
     mine = whole[rank * share : (rank + 1) * share]
@@ -99,8 +109,16 @@ def equal(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("kind", [Small, pytest.param(Qwen3, marks=pytest.mark.slow)])
-def test_a_decode_over_two_ranks(tmp_path: Path, kind: type[nn.Module]) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Small,
+        tied,
+        pytest.param(qwen3, marks=pytest.mark.slow),
+        pytest.param(qwen2, marks=pytest.mark.slow),
+    ],
+)
+def test_a_decode_over_two_ranks(tmp_path: Path, kind: Callable[[], nn.Module]) -> None:
     """EP on requests of its own, TP on all of them, back, new values: tokens of one process, bits of the layout."""
     with torch.no_grad():
         tokens, logits = decode(build(kind), prompts())
