@@ -30,6 +30,7 @@ from moe_compiler.passes.expert_layers import ExpertLayer, narrow_experts
 from moe_compiler.passes.nodes import CASTS, op_name, static_size, tensor
 from moe_compiler.passes.rank_graph import Propagation, copied, set_value
 from moe_compiler.passes.shard_rules import Cut, ShardError, local_shape, result_cut
+from moe_compiler.passes.written_parts import join_written_parts
 
 __all__ = [
     "ExpertLayer",
@@ -146,6 +147,7 @@ class _Sharding:
         self.layers: list[ExpertLayer] = []
 
     def run(self) -> TensorParallelGraph:
+        join_written_parts(self.gm.graph)
         self._unfuse()
         columns = find_column_linears(self.gm.graph, self.num_ranks)
         for node in list(self.gm.graph.nodes):

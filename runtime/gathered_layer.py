@@ -27,6 +27,8 @@ from moe_compiler.runtime import op
 c10d: Any = distributed_c10d
 _registry: Any = torch.library
 _library = _registry.Library("moeflex", "FRAGMENT")
+# torch 2.13 gave the operation another name.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def _gathered(
@@ -70,7 +72,7 @@ def _gather_counts(
 ) -> list[int]:
     mine = torch.tensor([num_tokens], device=device)
     counts = torch.empty(num_ranks, dtype=mine.dtype, device=device)
-    dist.all_gather_into_tensor(counts, mine, group=group)
+    _all_gather(counts, mine, group=group)
     return [int(count) for count in counts.tolist()]
 
 
@@ -79,7 +81,7 @@ def _gather_rows(rows: Tensor, most: int, num_ranks: int, group: dist.ProcessGro
     padded = rows.new_zeros(most, rows.shape[1])
     padded[: len(rows)] = rows
     every = rows.new_empty(num_ranks * most, rows.shape[1])
-    dist.all_gather_into_tensor(every, padded, group=group)
+    _all_gather(every, padded, group=group)
     return every
 
 

@@ -203,6 +203,24 @@ def qwen2(**sizes: Any) -> CausalLM:
     return CausalLM("Qwen2Moe", num_experts=8, intermediate_size=48, **sizes)
 
 
+def deepseek_v3() -> CausalLM:
+    """Latent attention whose keys are written part by part, a dense first layer, a shared expert."""
+    return CausalLM(
+        "DeepseekV3",
+        n_routed_experts=8,
+        n_group=2,
+        topk_group=1,
+        intermediate_size=48,
+        first_k_dense_replace=1,
+        num_key_value_heads=4,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+    )
+
+
 def with_ops(model: nn.Module, x: Tensor) -> tuple[fx.GraphModule, list[Any], set[str]]:
     """The graph of a call with its MoE blocks as ops, the real inputs, and the names of its weights."""
 
@@ -278,6 +296,7 @@ MODELS = {
     "qwen3": (qwen3, 2),
     "qwen3, kv heads fewer than ranks": (qwen3, 4),
     "qwen2, shared expert": (qwen2, 2),
+    "deepseek v3": (deepseek_v3, 2),
     "latent attention": (LatentAttention, 2),
 }
 
@@ -343,7 +362,7 @@ def test_what_stays_whole_is_said() -> None:
     assert "the head" in reasons
 
 
-@pytest.mark.parametrize("build", [qwen3, qwen2])
+@pytest.mark.parametrize("build", [qwen3, qwen2, deepseek_v3])
 def test_cuts_what_the_model_s_own_plan_cuts(build: Callable[[], CausalLM]) -> None:
     """Structure finds every linear that `tp_plan` of transformers names column- or row-wise."""
     model = build()
